@@ -22,52 +22,44 @@ irecv isend monitored_barrier recv recv_object_list reduce reduce_scatter reduce
 scatter_object_list send send_object_list
 """.split()
 
+_MODULES = {
+    "asyncdist.base.ops": "ReduceOp premul_sum",
+    "asyncdist.config": "Config",
+    "asyncdist.ddp": "DistributedDataParallel",
+    "asyncdist.ddp.low_communication.diloco": "DiLoCo LocalSGD",
+    "asyncdist.ddp.low_communication.outer_training": "CommunicationSavings",
+    "asyncdist.ddp.sampler": "DistributedSampler",
+    "asyncdist.ddp.sharded_optimizer": "ZeroRedundancyOptimizer",
+    "asyncdist.ddp.sync_batchnorm": "SyncBatchNorm",
+    "asyncdist.elastic.session": "JobSession join",
+    "asyncdist.groups.aio": "destroy_process_group init_process_group process_group",
+    "asyncdist.groups.collectives_api": "P2POp",
+    "asyncdist.groups.default_world": """GroupMember get_backend get_global_rank get_group_rank get_node_local_rank
+        get_process_group_ranks get_rank get_world_size group is_available is_backend_available is_gloo_available
+        is_initialized is_mpi_available is_nccl_available is_torchelastic_launched new_group new_subgroups
+        new_subgroups_by_enumeration revoke set_timeout split_group watch_members""",
+    "asyncdist.groups.group": "Group",
+    "asyncdist.groups.members.member_watch": "MemberChange",
+    "asyncdist.groups.members.regrouping": "Agreed",
+    "asyncdist.groups.members.step": "GroupStep",
+    "asyncdist.groups.members.training_state": "State",
+    "asyncdist.groups.subgroups": "NonMember",
+    "asyncdist.kernel.engine.work": "Work",
+    "asyncdist.kernel.memory.registered": "empty",
+    "asyncdist.kernel.tracing.hooks": "OperationRecord register_hook",
+    "asyncdist.kernel.tracing.metrics": "GroupMetrics serve_metrics",
+    "asyncdist.kernel.tracing.otel": "trace_operations",
+    "asyncdist.store": "FileStore HashStore PrefixStore TCPStore",
+}
 # Where each public name lives: (module, attribute).
-_NAMES: dict[str, tuple[str, str]] = {
+_NAMES = {
+    **{name: (module, name) for module, names in _MODULES.items() for name in names.split()},
     **{name: ("asyncdist.groups.aio", f"api.{name}") for name in _COLLECTIVES},
     "all_gather_into_tensor": ("asyncdist.groups.aio", "api.all_gather_single"),
     "gather_into_tensor": ("asyncdist.groups.aio", "api.gather_single"),
     "reduce_scatter_tensor": ("asyncdist.groups.aio", "api.reduce_scatter_single"),
-    **{
-        name: ("asyncdist.groups.aio", name)
-        for name in ("destroy_process_group", "init_process_group", "process_group")
-    },
-    **{
-        name: ("asyncdist.groups.default_world", name)
-        for name in """GroupMember get_backend get_global_rank get_group_rank get_node_local_rank
-        get_process_group_ranks get_rank get_world_size group is_available is_backend_available is_gloo_available
-        is_initialized is_mpi_available is_nccl_available is_torchelastic_launched new_group new_subgroups
-        new_subgroups_by_enumeration revoke set_timeout split_group watch_members""".split()
-    },
-    **{name: ("asyncdist.store", name) for name in ("FileStore", "HashStore", "PrefixStore", "TCPStore")},
-    "Agreed": ("asyncdist.groups.members.regrouping", "Agreed"),
-    "CommunicationSavings": ("asyncdist.ddp.low_communication.outer_training", "CommunicationSavings"),
-    "Config": ("asyncdist.config", "Config"),
-    "DiLoCo": ("asyncdist.ddp.low_communication.diloco", "DiLoCo"),
-    "DistributedDataParallel": ("asyncdist.ddp", "DistributedDataParallel"),
-    "DistributedSampler": ("asyncdist.ddp.sampler", "DistributedSampler"),
-    "Group": ("asyncdist.groups.group", "Group"),
-    "GroupMetrics": ("asyncdist.kernel.tracing.metrics", "GroupMetrics"),
-    "GroupStep": ("asyncdist.groups.members.step", "GroupStep"),
-    "JobSession": ("asyncdist.elastic.session", "JobSession"),
-    "LocalSGD": ("asyncdist.ddp.low_communication.diloco", "LocalSGD"),
-    "MemberChange": ("asyncdist.groups.members.member_watch", "MemberChange"),
-    "NonMember": ("asyncdist.groups.subgroups", "NonMember"),
-    "OperationRecord": ("asyncdist.kernel.tracing.hooks", "OperationRecord"),
-    "P2POp": ("asyncdist.groups.collectives_api", "P2POp"),
     "ProcessGroup": ("asyncdist.groups.group", "Group"),  # torch's name, for annotations
-    "ReduceOp": ("asyncdist.base.ops", "ReduceOp"),
     "__version__": ("asyncdist.base.release", "VERSION"),
-    "State": ("asyncdist.groups.members.training_state", "State"),
-    "SyncBatchNorm": ("asyncdist.ddp.sync_batchnorm", "SyncBatchNorm"),
-    "Work": ("asyncdist.kernel.engine.work", "Work"),
-    "ZeroRedundancyOptimizer": ("asyncdist.ddp.sharded_optimizer", "ZeroRedundancyOptimizer"),
-    "empty": ("asyncdist.kernel.memory.registered", "empty"),
-    "join": ("asyncdist.elastic.session", "join"),
-    "premul_sum": ("asyncdist.base.ops", "premul_sum"),
-    "register_hook": ("asyncdist.kernel.tracing.hooks", "register_hook"),
-    "serve_metrics": ("asyncdist.kernel.tracing.metrics", "serve_metrics"),
-    "trace_operations": ("asyncdist.kernel.tracing.otel", "trace_operations"),
 }
 
 __all__ = sorted(_NAMES)

@@ -25,9 +25,9 @@ DEFAULT_LANES = 2
 
 def _setting(
     default: Any,
-    variable: str,
     text: str,
     *,
+    variable: str = "",
     least: float = 0,
     zero: bool = False,
     shared: bool = False,
@@ -37,258 +37,184 @@ def _setting(
 
     Args:
         default: The value without the variable; its type decides how the text is parsed.
-        variable: The environment variable.
         text: The help text.
+        variable: The environment variable, if it is not ``ASYNCDIST_`` and the name of the field: see `variable_of`.
         least: The smallest number that is accepted.
         zero: Whether 0 is accepted as well.
         shared: Whether all ranks need the same value, because it determines the messages that they exchange.
         choices: The only texts that are accepted; any text if empty.
     """
-    metadata = {
-        "variable": variable,
-        "help": text,
-        "least": least,
-        "zero": zero,
-        "shared": shared,
-        "choices": choices,
-    }
+    metadata = {"variable": variable, "help": text, "least": least, "zero": zero, "shared": shared, "choices": choices}
     return field(default=default, metadata=metadata)
+
+
+def variable_of(setting: Field[Any]) -> str:
+    """Return the environment variable of a setting."""
+    return str(setting.metadata["variable"] or f"ASYNCDIST_{setting.name.upper()}")
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """The settings of one world. ``asyncdist info --settings`` lists each field's variable, meaning, value and default."""
 
-    token: str | None = _setting(None, "ASYNCDIST_TOKEN", "secret that every rank and the store must hold")
-    allow_unauthenticated: bool = _setting(
-        False, "ASYNCDIST_ALLOW_UNAUTHENTICATED", "listen beyond loopback without a token (1 to allow)"
-    )
-    allow_pickle: bool = _setting(
-        False, "ASYNCDIST_ALLOW_PICKLE", "allow pickles in object collectives (1 to allow; every rank must be trusted)"
-    )
+    token: str | None = _setting(None, "secret that every rank and the store must hold")
+    allow_unauthenticated: bool = _setting(False, "listen beyond loopback without a token (1 to allow)")
+    allow_pickle: bool = _setting(False, "allow pickles in object collectives (1 to allow; every rank must be trusted)")
     interface: str | None = _setting(
         None,
-        "ASYNCDIST_SOCKET_IFNAME",
         "network interface to advertise: a name prefix, =name, or ^prefix to exclude; a,b for several",
+        variable="ASYNCDIST_SOCKET_IFNAME",
     )
     host: str | None = _setting(
         None,
-        "ASYNCDIST_HOST",
         "name of this host: only ranks with the same name share memory and look at each other's processes (default: the "
         "machine's identity)",
     )
-    transport: str = _setting(
-        "auto", "ASYNCDIST_TRANSPORT", "transport, if init_process_group names none; a,b for several"
-    )
-    timeout: float = _setting(1800.0, "ASYNCDIST_TIMEOUT", "default timeout of an operation in seconds")
+    transport: str = _setting("auto", "transport, if init_process_group names none; a,b for several")
+    timeout: float = _setting(1800.0, "default timeout of an operation in seconds")
     lanes: int = _setting(
         0,
-        "ASYNCDIST_TCP_LANES",
         "number of TCP connections per peer over which a large message is striped (0: 2, or 4 if hosts find at the start "
         "that these are faster)",
-        least=0,
         shared=True,
+        variable="ASYNCDIST_TCP_LANES",
     )
     stripe_nbytes: int = _setting(
         4 << 20,
-        "ASYNCDIST_STRIPE_NBYTES",
         "smallest message, in bytes, that is striped over several connections; an all-reduce of n ranks sends an n-th of a "
         "tensor in a message",
         shared=True,
     )
     tcp_threads: str = _setting(
         "auto",
-        "ASYNCDIST_TCP_THREADS",
         "when threads send, receive and reduce large messages over TCP, two for each connection: always, never, or auto: "
         "where other programs compete for the cores, or hosts find at the start that this is faster",
         choices=("auto", "always", "never"),
     )
     piece_nbytes: int = _setting(
         1 << 20,
-        "ASYNCDIST_PIECE_NBYTES",
         "bytes received over a link before they are reduced, and at most 256 KiB read from shared memory at a time; should "
         "fit in the cache",
     )
     shm_area_nbytes: int = _setting(
         1 << 20,
-        "ASYNCDIST_SHM_AREA_NBYTES",
         "bytes of the shared buffer through which a message passes; should fit in the cache",
         least=1,
         shared=True,
     )
-    segment_nbytes: int = _setting(
-        1 << 20, "ASYNCDIST_SEGMENT_NBYTES", "bytes per segment of a pipelined broadcast", least=1, shared=True
-    )
+    segment_nbytes: int = _setting(1 << 20, "bytes per segment of a pipelined broadcast", least=1, shared=True)
     eager_nbytes: int = _setting(
         64 << 10,
-        "ASYNCDIST_EAGER_NBYTES",
         "largest message, in bytes, that is buffered before its receive is posted; a larger one waits at the sender",
     )
     aside_nbytes: int = _setting(
-        64 << 20,
-        "ASYNCDIST_ASIDE_NBYTES",
-        "bytes of messages from one peer that are buffered before their receives are posted",
+        64 << 20, "bytes of messages from one peer that are buffered before their receives are posted"
     )
     max_message_nbytes: int = _setting(
-        1 << 38,
-        "ASYNCDIST_MAX_MESSAGE_NBYTES",
-        "largest frame in bytes; a frame that claims more is rejected as corrupt",
-        least=1,
+        1 << 38, "largest frame in bytes; a frame that claims more is rejected as corrupt", least=1
     )
     device_piece_nbytes: int = _setting(
-        4 << 20,
-        "ASYNCDIST_DEVICE_PIECE_NBYTES",
-        "bytes of a device tensor that are staged through host memory at a time",
-        least=1,
-        shared=True,
+        4 << 20, "bytes of a device tensor that are staged through host memory at a time", least=1, shared=True
     )
     algorithm: str = _setting(
         "",
-        "ASYNCDIST_ALGORITHM",
         "algorithms to force, such as all_reduce=ring,broadcast=tree; also between ranks that share memory",
         shared=True,
     )
     profile: str | None = _setting(
         None,
-        "ASYNCDIST_PROFILE",
         "file with the speed of the links between hosts, which asyncdist bench --calibrate has written; the file of the "
         "lowest rank that has one counts for all",
     )
     calibrate: bool = _setting(
         True,
-        "ASYNCDIST_CALIBRATE",
         "measure the links between hosts at the start, without a profile, for at most 0.1 s (0 to rely on defaults)",
         shared=True,
     )
     spin_us: float = _setting(
-        300.0,
-        "ASYNCDIST_SPIN_US",
-        "microseconds for which a blocked thread spins before it sleeps (0 if there are more ranks than cores)",
+        300.0, "microseconds for which a blocked thread spins before it sleeps (0 if there are more ranks than cores)"
     )
-    await_spin_us: float = _setting(
-        100.0, "ASYNCDIST_AWAIT_SPIN_US", "microseconds for which an await spins before it yields to the event loop"
+    await_spin_us: float = _setting(100.0, "microseconds for which an await spins before it yields to the event loop")
+    flight_recorder_size: int = _setting(
+        2000, "operations that the flight recorder keeps", variable="ASYNCDIST_FLIGHT_RECORDER"
     )
-    flight_recorder_size: int = _setting(2000, "ASYNCDIST_FLIGHT_RECORDER", "operations that the flight recorder keeps")
     debug: bool = _setting(
         False,
-        "ASYNCDIST_DEBUG",
         "warn of each Work that was dropped and never awaited, with the line of the call, as asyncio's debug mode does; "
         "show all frames of a KeyboardInterrupt (1 to do so)",
     )
-    dump_dir: str | None = _setting(
-        None, "ASYNCDIST_DUMP_DIR", "folder into which the flight recorder is written when a group fails"
-    )
+    dump_dir: str | None = _setting(None, "folder into which the flight recorder is written when a group fails")
     dump_signal: str | None = _setting(
-        None,
-        "ASYNCDIST_DUMP_SIGNAL",
-        "signal, such as USR2, on which the flight recorder is written to that folder too",
+        None, "signal, such as USR2, on which the flight recorder is written to that folder too"
     )
     dump_format: str = _setting(
         "json",
-        "ASYNCDIST_DUMP_FORMAT",
         "format of these files: json for `asyncdist trace`, torch for torch's analyser torchfrtrace, or both",
         choices=("json", "torch", "both"),
     )
     metrics_port: int = _setting(
-        -1,
-        "ASYNCDIST_METRICS_PORT",
-        "port at which each rank serves Prometheus metrics, plus its local rank (0: any free port; default: none)",
+        -1, "port at which each rank serves Prometheus metrics, plus its local rank (0: any free port; default: none)"
     )
-    metrics_host: str = _setting("127.0.0.1", "ASYNCDIST_METRICS_HOST", "address at which that port listens")
+    metrics_host: str = _setting("127.0.0.1", "address at which that port listens")
     tls_cert: str | None = _setting(
-        None,
-        "ASYNCDIST_TLS_CERT",
-        "file with this process's certificate (PEM); enables TLS on the ports that it serves",
+        None, "file with this process's certificate (PEM); enables TLS on the ports that it serves"
     )
-    tls_key: str | None = _setting(
-        None, "ASYNCDIST_TLS_KEY", "file with the certificate's private key (PEM), if it is not in the same file"
-    )
+    tls_key: str | None = _setting(None, "file with the certificate's private key (PEM), if it is not in the same file")
     tls_ca: str | None = _setting(
         None,
-        "ASYNCDIST_TLS_CA",
         "file or folder with the trusted CA certificates (PEM); a server then requires a certificate of every client",
     )
     tls_check_hostname: bool = _setting(
-        True,
-        "ASYNCDIST_TLS_CHECK_HOSTNAME",
-        "check a store's certificate against the host name that is dialled (0 to skip the check)",
+        True, "check a store's certificate against the host name that is dialled (0 to skip the check)"
     )
     tls_check_ranks: bool = _setting(
-        False,
-        "ASYNCDIST_TLS_CHECK_RANKS",
-        "check a rank's certificate against the address that is dialled (1 to check)",
+        False, "check a rank's certificate against the address that is dialled (1 to check)"
     )
     store_max_value_nbytes: int = _setting(
-        256 << 20,
-        "ASYNCDIST_STORE_MAX_VALUE_NBYTES",
-        "largest value (and frame), in bytes, that the store accepts",
-        least=1,
+        256 << 20, "largest value (and frame), in bytes, that the store accepts", least=1
     )
-    store_max_key_nbytes: int = _setting(
-        8 << 10, "ASYNCDIST_STORE_MAX_KEY_NBYTES", "longest key, in bytes, that the store accepts", least=1
-    )
-    store_max_nbytes: int = _setting(
-        0,
-        "ASYNCDIST_STORE_MAX_NBYTES",
-        "total bytes of keys, values and queues in the store (0: no limit)",
-    )
+    store_max_key_nbytes: int = _setting(8 << 10, "longest key, in bytes, that the store accepts", least=1)
+    store_max_nbytes: int = _setting(0, "total bytes of keys, values and queues in the store (0: no limit)")
     store_compact_nbytes: int = _setting(
-        64 << 20,
-        "ASYNCDIST_STORE_COMPACT_NBYTES",
-        "size of the log, in bytes, at which a store with --data writes a snapshot",
+        64 << 20, "size of the log, in bytes, at which a store with --data writes a snapshot"
     )
-    store_max_connections: int = _setting(
-        65536, "ASYNCDIST_STORE_MAX_CONNECTIONS", "largest number of connections that the store accepts", least=1
-    )
+    store_max_connections: int = _setting(65536, "largest number of connections that the store accepts", least=1)
     store_c10d: str = _setting(
         "auto",
-        "ASYNCDIST_STORE_C10D",
         "addresses from which a store accepts torch's TCPStore clients, which prove no token: off, loopback, any "
         "(auto: loopback for a daemon without token and TLS, else off)",
         choices=("auto", "off", "loopback", "any"),
     )
     store_lease: float = _setting(
-        10.0,
-        "ASYNCDIST_STORE_LEASE",
-        "seconds for which a store keeps the ephemeral keys of a client that lost its connection",
+        10.0, "seconds for which a store keeps the ephemeral keys of a client that lost its connection"
     )
     store_reconnect: float = _setting(
-        30.0,
-        "ASYNCDIST_STORE_RECONNECT",
-        "seconds for which a client retries a lost connection to a store (0: no retry)",
+        30.0, "seconds for which a client retries a lost connection to a store (0: no retry)"
     )
     heartbeat: float = _setting(
         5.0,
-        "ASYNCDIST_HEARTBEAT",
         "seconds after which a silent rank is lost; longer than any call that holds the interpreter (0: no heartbeats)",
         least=0.5,
         zero=True,
         shared=True,
     )
-    status: bool = _setting(
-        True, "ASYNCDIST_STATUS", "answer asyncdist top, which shows calls and Python stacks (0: no port for it)"
-    )
-    handshake_timeout: float = _setting(
-        20.0, "ASYNCDIST_HANDSHAKE_TIMEOUT", "seconds within which a new connection must prove its token", least=0.1
-    )
+    status: bool = _setting(True, "answer asyncdist top, which shows calls and Python stacks (0: no port for it)")
+    handshake_timeout: float = _setting(20.0, "seconds within which a new connection must prove its token", least=0.1)
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """Read every setting.
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Config:
+        """Read every setting; log once each variable that resembles a setting and is not one, with that setting.
 
-        Logs once each variable that resembles a setting and is not one, with that setting.
-
-        Args:
-            environ: The variables; by default those of the process.
+        ``environ`` holds the variables, by default those of the process.
 
         Raises:
             UsageError: A value cannot be parsed; the message names its variable.
         """
-        source = _translated(os.environ if environ is None else environ)
+        source = _translated(environ)
         _warn_of_misspelt(source)
         values: dict[str, Any] = {}
         for setting in fields(cls):
-            if text := source.get(setting.metadata["variable"], "").strip():
+            if text := source.get(variable_of(setting), "").strip():
                 values[setting.name] = _parse(setting, text)
         return cls(**values)
 
@@ -315,7 +241,7 @@ def _translated(source: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _warn_of_misspelt(source: Mapping[str, str]) -> None:
-    known = [f.metadata["variable"] for f in fields(Config)]
+    known = [variable_of(f) for f in fields(Config)]
     for variable in {name for name in source if name.startswith("ASYNCDIST_")}.difference(known, _warned):
         # Only close matches: Kubernetes defines variables with this prefix for a service named asyncdist.
         for meant in difflib.get_close_matches(variable, known, n=1, cutoff=0.9):
@@ -333,7 +259,7 @@ _MOST = (1 << 63) - 1
 
 
 def _parse(setting: Field[Any], text: str) -> object:
-    variable, least, choices = (setting.metadata[name] for name in ("variable", "least", "choices"))
+    variable, least, choices = variable_of(setting), setting.metadata["least"], setting.metadata["choices"]
     # Python decodes other bytes to surrogates, which cannot be sent.
     if any(0xD800 <= ord(character) < 0xE000 for character in text):
         raise invalid(variable, text, "has bytes that are not UTF-8")
@@ -381,9 +307,9 @@ def settings(config: Config) -> Iterator[tuple[str, str, object, object]]:
     for f in fields(config):
         value = getattr(config, f.name)
         shown = "(set)" if f.name == "token" and value else value
-        yield f.metadata["variable"], f.metadata["help"], shown, f.default
+        yield variable_of(f), f.metadata["help"], shown, f.default
 
 
 def shared_settings(config: Config) -> dict[str, Any]:
     """Return the settings that must be equal on every rank, by variable."""
-    return {f.metadata["variable"]: getattr(config, f.name) for f in fields(config) if f.metadata["shared"]}
+    return {variable_of(f): getattr(config, f.name) for f in fields(config) if f.metadata["shared"]}

@@ -31,18 +31,17 @@ class Launch:
     run_id: str = ""
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
-        """Read the variables of torchrun, mpirun or srun from ``environ``; None is the process's environment."""
-        source = os.environ if environ is None else environ
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch:
+        """Read the variables of torchrun, mpirun or srun."""
         return cls(
-            rank=_launcher_number(source, "RANK"),
-            world_size=_launcher_number(source, "WORLD_SIZE"),
-            local_rank=_launcher_number(source, "LOCAL_RANK"),
-            local_world_size=_launcher_number(source, "LOCAL_WORLD_SIZE"),
-            master_addr=source.get("MASTER_ADDR") or None,
-            master_port=_number(source, "MASTER_PORT"),
-            agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1"),
-            run_id=source.get("TORCHELASTIC_RUN_ID", ""),
+            rank=_launcher_number(environ, "RANK"),
+            world_size=_launcher_number(environ, "WORLD_SIZE"),
+            local_rank=_launcher_number(environ, "LOCAL_RANK"),
+            local_world_size=_launcher_number(environ, "LOCAL_WORLD_SIZE"),
+            master_addr=environ.get("MASTER_ADDR") or None,
+            master_port=_number(environ, "MASTER_PORT"),
+            agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1"),
+            run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
         )
 
     @property
@@ -60,11 +59,12 @@ class Service:
     notify_socket: str = ""
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Service:
-        """Read systemd's variables from ``environ``; None is the process's environment."""
-        source = os.environ if environ is None else environ
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Service:
+        """Read systemd's variables."""
         return cls(
-            _number(source, "LISTEN_PID"), _number(source, "LISTEN_FDS") or 0, source.get("NOTIFY_SOCKET", "").strip()
+            _number(environ, "LISTEN_PID"),
+            _number(environ, "LISTEN_FDS") or 0,
+            environ.get("NOTIFY_SOCKET", "").strip(),
         )
 
 
@@ -75,10 +75,9 @@ class NcclSettings:
     blocking: bool = True
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> NcclSettings:
-        """Read NCCL's variables from ``environ``; None is the process's environment."""
-        source = os.environ if environ is None else environ
-        return cls(source.get("NCCL_COMM_BLOCKING", "").strip() != "0")
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> NcclSettings:
+        """Read NCCL's variables."""
+        return cls(environ.get("NCCL_COMM_BLOCKING", "").strip() != "0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +94,11 @@ class TorchHooks:
     nan_check: bool = False
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> TorchHooks:
-        """Read torch's variables from ``environ``; None is the process's environment."""
-        source = os.environ if environ is None else environ
-        sizes = (_number(source, name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"))
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> TorchHooks:
+        """Read torch's variables."""
+        sizes = (_number(environ, name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"))
         size = next((size for size in sizes if size is not None), 0)
-        return cls(size > 0, source.get("TORCH_DIST_NAN_CHECK", "") == "1")
+        return cls(size > 0, environ.get("TORCH_DIST_NAN_CHECK", "") == "1")
 
     @property
     def observe(self) -> bool:
@@ -108,32 +106,23 @@ class TorchHooks:
         return self.flight_recorder or self.nan_check
 
 
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = "OMPI_COMM_WORLD_"
 # The variable that identifies each launcher, and its names for torchrun's variables. Inner launchers come first: in a
 # Slurm allocation MPICH's mpirun starts its proxies with srun, and the ranks inherit the proxies' variables.
 _LAUNCHERS = {
-    "OMPI_COMM_WORLD_RANK": {  # Open MPI
-        "RANK": "OMPI_COMM_WORLD_RANK",
-        "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
-        "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
-        "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
-    },
-    "PMI_RANK": {  # MPICH, Intel MPI; srun --mpi=pmi2 sets the first two
-        "RANK": "PMI_RANK",
-        "WORLD_SIZE": "PMI_SIZE",
-        "LOCAL_RANK": "MPI_LOCALRANKID",
-        "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS",
-    },
-    "SLURM_STEP_ID": {  # srun; a batch script has no step
-        "RANK": "SLURM_PROCID",
-        "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
-        "LOCAL_RANK": "SLURM_LOCALID",
-    },
+    f"{_OPEN_MPI}RANK": [f"{_OPEN_MPI}{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    # MPICH, Intel MPI; srun --mpi=pmi2 sets the first two.
+    "PMI_RANK": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+    # srun; a batch script has no step.
+    "SLURM_STEP_ID": ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],
 }
 
 
 def _launcher_number(source: Mapping[str, str], variable: str) -> int | None:
     """Return a number under torchrun's name; if there is none, under the name of the first launcher that defines it."""
-    other_names = [names[variable] for mark, names in _LAUNCHERS.items() if source.get(mark) and variable in names]
+    place = _VARIABLES.index(variable)
+    other_names = [name for mark, names in _LAUNCHERS.items() if source.get(mark) for name in names[place : place + 1]]
     numbers = (_number(source, name) for name in (variable, *other_names))
     return next((number for number in numbers if number is not None), None)
 

@@ -84,6 +84,7 @@ class UsageError(AsyncdistError, ValueError):
     group: str | None = None
     rank: int | None = None
     op: str | None = None
+    _usual_reason = ""
 
     def during(self, *, group: str, rank: int, op: str) -> None:
         """Record the operation that was refused, unless one is recorded."""
@@ -94,26 +95,22 @@ class UsageError(AsyncdistError, ValueError):
         return (f"{self.op} on group {self.group!r}, rank {self.rank}: " if self.op else "") + self._reason()
 
     def _reason(self) -> str:
-        return super()._text()
+        return super()._text() or self._usual_reason
 
 
 class NotInitializedError(UsageError):
     """There is no process group: it was never created, or it has been destroyed."""
 
-    def _reason(self) -> str:
-        return self.args[0] if self.args else "no process group: call init_process_group() first"
+    _usual_reason = "no process group: call init_process_group() first"
 
 
 class AlreadyInitializedError(UsageError):
     """The default process group already exists."""
 
-    def _reason(self) -> str:
-        if self.args:
-            return str(self.args[0])
-        return (
-            "the default process group already exists: call destroy_process_group() first, "
-            "or open an independent world with asyncdist.process_group(...)"
-        )
+    _usual_reason = (
+        "the default process group already exists: call destroy_process_group() first, "
+        "or open an independent world with asyncdist.process_group(...)"
+    )
 
 
 class LoopThreadError(UsageError):

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib
 from asyncio import _get_running_loop
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import asyncdist
 from asyncdist.base.background_loop import background_loop, result_on
 from asyncdist.base.call_site import refuse_await
-from asyncdist.base.callables import AnyFunction
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, premul_sum
 from asyncdist.groups import aio, default_world
@@ -61,35 +60,18 @@ from asyncdist.kernel.tracing.metrics import GroupMetrics, serve_metrics
 from asyncdist.store import PrefixStore
 
 if TYPE_CHECKING:
-    from asyncdist.ddp import DistributedDataParallel as DistributedDataParallel
+    from asyncdist.ddp import DistributedDataParallel
     from asyncdist.ddp.low_communication.diloco import BlockingDiLoCo as DiLoCo
     from asyncdist.ddp.low_communication.diloco import BlockingLocalSGD as LocalSGD
-    from asyncdist.ddp.low_communication.outer_training import CommunicationSavings as CommunicationSavings
-    from asyncdist.ddp.sampler import DistributedSampler as DistributedSampler
-    from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
-    from asyncdist.ddp.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
-    from asyncdist.elastic.session import JobSession as JobSession
-    from asyncdist.elastic.session import join as join
-    from asyncdist.kernel.tracing.otel import trace_operations as trace_operations
-    from asyncdist.store import FileStore as FileStore
-    from asyncdist.store import HashStore as HashStore
-    from asyncdist.store import TCPStore as TCPStore
-
-F = TypeVar("F", bound=AnyFunction)
+    from asyncdist.ddp.low_communication.outer_training import CommunicationSavings
+    from asyncdist.ddp.sampler import DistributedSampler
+    from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer
+    from asyncdist.ddp.sync_batchnorm import SyncBatchNorm
+    from asyncdist.elastic.session import JobSession, join
+    from asyncdist.kernel.tracing.otel import trace_operations
+    from asyncdist.store import FileStore, HashStore, TCPStore
 
 
-def _documented_as(awaited: AnyFunction) -> Callable[[F], F]:
-    """Return a decorator that adds the arguments, errors and example of the awaited API to a docstring."""
-
-    def extend(function: F) -> F:
-        _, heading, details = (awaited.__doc__ or "").partition("    Args:")
-        function.__doc__ = f"{function.__doc__ or ''}\n\n{heading}{without_await(details)}"
-        return function
-
-    return extend
-
-
-@_documented_as(aio.init_process_group)
 def init_process_group(
     backend: str | None = None,
     init_method: str | None = None,
@@ -120,6 +102,10 @@ def init_process_group(
         )
     finally:
         default_world.end_initialization(world)
+
+
+_, _heading, _details = (aio.init_process_group.__doc__ or "").partition("    Args:")
+init_process_group.__doc__ = f"{init_process_group.__doc__}\n\n{_heading}{without_await(_details)}"
 
 
 def destroy_process_group(group: default_world.AnyGroup = None) -> None:
@@ -235,21 +221,17 @@ send = _api.send
 send_object_list = _api.send_object_list
 
 
-_SHARED = (
-    "CommunicationSavings", "DistributedDataParallel", "DistributedSampler", "FileStore", "HashStore", "JobSession",
-    "SyncBatchNorm", "TCPStore", "ZeroRedundancyOptimizer", "join", "trace_operations",
-)  # fmt: skip
 _BLOCKING = {"DiLoCo": "BlockingDiLoCo", "LocalSGD": "BlockingLocalSGD"}
 
 
 def __getattr__(name: str) -> Any:
     # Programs that only exchange tensors do not import the modules for training, elastic jobs and other stores.
-    if name in _SHARED:
-        value = getattr(asyncdist, name)
-    elif name in _BLOCKING:
+    if name in _BLOCKING:
         value = getattr(importlib.import_module("asyncdist.ddp.low_communication.diloco"), _BLOCKING[name])
     elif name == "weights":
         value = importlib.import_module("asyncdist.weights.blocking")
+    elif name in __all__:
+        value = getattr(asyncdist, name)
     else:
         raise AttributeError(f"module 'asyncdist.sync' has no attribute {name!r}")
     globals()[name] = value

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncdist import config as config_module
-from asyncdist.config import Config
+from asyncdist.config import Config, variable_of
 from asyncdist.environment import TorchHooks
 from asyncdist.errors import UsageError
 from asyncdist.testing.cluster import world_of
@@ -75,7 +75,7 @@ def test_unparsable_setting_names_its_variable(variable, text, message):
 
 @pytest.mark.parametrize("field", fields(Config), ids=lambda field: field.name)
 def test_value_that_is_not_text_is_refused(field):
-    variable = field.metadata["variable"]
+    variable = variable_of(field)
     with pytest.raises(UsageError, match=rf"{variable}='a\\udcff' has bytes that are not UTF-8"):
         Config.from_environment({variable: os.fsdecode(b"a\xff")})
 

@@ -29,7 +29,7 @@ import pytest
 import torch
 
 import asyncdist
-from asyncdist.config import Config
+from asyncdist.config import Config, variable_of
 from asyncdist.errors import GroupAbortedError, OperationTimeoutError, PeerLostError
 from asyncdist.groups.group import Group
 from asyncdist.kernel.engine.work import Work
@@ -341,7 +341,7 @@ def test_named_modules_and_attributes_exist(page: str) -> None:
 
 @pages
 def test_named_settings_exist(page: str) -> None:
-    known = {field.metadata["variable"] for field in fields(Config)}
+    known = {variable_of(field) for field in fields(Config)}
     named = {name for name in re.findall(r"\bASYNCDIST_[A-Z_]+\b", prose(page)) if not name.endswith("_")}
     assert named <= known, f"{page} names {named - known}"
 

@@ -35,6 +35,8 @@ T = TypeVar("T")
 _AT_EXIT = 2.0
 """Seconds for which a process waits at exit for its loop: a task may ignore its cancellation, a callback may block."""
 
+_RUNTIME = "asyncdist-runtime"
+"""The name of the thread of `background_loop`."""
 LOOP_PATIENCE = 10.0
 """Seconds for which a thread waits for a loop of another thread that runs no callback."""
 
@@ -46,9 +48,7 @@ except ImportError:  # Windows, or an interpreter that uvloop does not support y
 
 
 class BackgroundLoop:
-    """One event loop in its own thread."""
-
-    def __init__(self, name: str = "asyncdist-runtime") -> None:
+    def __init__(self, name: str = _RUNTIME) -> None:
         shorten_interrupts()
         self.pid = os.getpid()
         with naming_exhaustion():
@@ -93,11 +93,7 @@ class BackgroundLoop:
         return not self._thread.is_alive() or self.pid != os.getpid()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine on the loop and return its future.
-
-        Raises:
-            UsageError: The process is exiting and has ended the loop.
-        """
+        """Start a coroutine on the loop and return its future. Raises UsageError if the process exits and has ended it."""
         if self.closed:
             coroutine.close()
             raise UsageError("this process is exiting, and its background loop has ended: call this earlier")
@@ -160,15 +156,15 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_until_complete(asyncio.wait(tasks))
 
 
+async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks, and wait for their ends."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def running_loop(what: str) -> asyncio.AbstractEventLoop:
-    """Return the running loop of asyncio.
-
-    Args:
-        what: What needs it, for the error.
-
-    Raises:
-        UsageError: None runs in this thread, for example because the program runs trio.
-    """
+    """Return the running loop of asyncio, which ``what`` needs. Raises UsageError if none runs, as in a program of trio."""
     loop = asyncio._get_running_loop()
     if loop is None:
         raise UsageError(
@@ -209,9 +205,7 @@ async def run_in_background(coroutine: Coroutine[Any, Any, T], undo: Callable[[T
     """Run a coroutine on the background loop, and return its result.
 
     A cancelled caller cancels the coroutine and waits for its end, so that nothing of it goes on behind the caller's back.
-
-    Args:
-        undo: Called with a result that the caller does not get, because the coroutine ended before it was cancelled.
+    If the coroutine ended before it was cancelled, ``undo`` is called with its result, which the caller does not get.
     """
     try:
         running_loop(getattr(coroutine, "__qualname__", "this call"))
@@ -249,51 +243,41 @@ async def run_in_background(coroutine: Coroutine[Any, Any, T], undo: Callable[[T
     return future.result()
 
 
-_current: BackgroundLoop | None = None
-_observing: BackgroundLoop | None = None
+_loops: dict[str, BackgroundLoop] = {}
+"""The loops of the process, by the names of their threads."""
 _lock = threading.Lock()
 lifecycle.renew_in_children(globals(), "_lock", threading.Lock)
 
 
-def background_loop() -> BackgroundLoop:
+def background_loop(name: str = _RUNTIME) -> BackgroundLoop:
     """Return the process's background loop; start it on first use, also in a forked child.
 
     A closing loop is still returned, for its remaining work. While the process exits, a closed loop is not replaced, and
     the caller gets the closed one.
     """
-    global _current
     with _lock:
-        if _current is None or (_current.closed and not lifecycle.ending()):
-            _current = BackgroundLoop()
-        return _current
+        loop = _loops.get(name)
+        if loop is None or (loop.closed and not lifecycle.ending()):
+            loop = _loops[name] = BackgroundLoop(name)
+        return loop
 
 
 def observing_loop() -> BackgroundLoop:
-    """Return the loop of what observes this process, on which no operation and no callback of the program runs.
-
-    It is started on first use, as `background_loop` is.
-    """
-    global _observing
-    with _lock:
-        if _observing is None or (_observing.closed and not lifecycle.ending()):
-            _observing = BackgroundLoop("asyncdist-observer")
-        return _observing
+    """Return the loop of what observes this process, on which no operation and no callback of the program runs."""
+    return background_loop("asyncdist-observer")
 
 
-def close_background_loop(timeout: float | None = None) -> None:
+def close_background_loop(timeout: float | None = None, name: str = _RUNTIME) -> None:
     """Close the process's background loop, if there is one; the next call of `background_loop` starts another."""
     with _lock:
-        current = _current
-    if current is not None:
-        current.close(timeout)
+        loop = _loops.get(name)
+    if loop is not None:
+        loop.close(timeout)
 
 
 def _close_at_exit() -> None:
-    close_background_loop(_AT_EXIT)
-    with _lock:
-        observing = _observing
-    if observing is not None:
-        observing.close(_AT_EXIT)
+    for name in list(_loops):
+        close_background_loop(_AT_EXIT, name)
 
 
 lifecycle.at_exit(lifecycle.Stage.LOOP, _close_at_exit)

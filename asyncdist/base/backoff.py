@@ -22,12 +22,8 @@ class Backoff:
     by a random part of up to one half, so that ranks that fail together retry at different times. A second loop over the
     same object continues where the first one stopped.
 
-    Args:
-        first: The first pause in seconds.
-        longest: The longest pause in seconds.
-        deadline: The end of the attempts; None for attempts without end.
-        sleep: Pauses the calling thread in a ``for`` loop, `time.sleep` by default. With an event's ``wait``, a pause
-            ends when the event is set.
+    Without a deadline the attempts have no end. ``sleep`` pauses the calling thread in a ``for`` loop, by default
+    `time.sleep`; with an event's ``wait``, a pause ends when the event is set.
 
     Example:
         >>> for attempt in Backoff(0.01, 1.0, Deadline.after(30)):

@@ -12,11 +12,9 @@ _LOAD = "/proc/loadavg"
 
 
 def run_delay() -> tuple[float, int] | None:
-    """Return for how long the calling thread has been ready to run without a core, and how often it has got one.
+    """Return the seconds for which the calling thread has been ready to run without a core, and its time slices.
 
-    Returns:
-        The seconds on the run queues of all cores since the thread began, and the number of its time slices; None if the
-        system does not say.
+    None if the system does not say.
     """
     try:
         # A file that stays open would save 2 us in each ms of waiting, and cost every idle thread a descriptor.
@@ -51,13 +49,9 @@ def allowed_cores() -> int:
 
 
 def has_free_cores(ranks: int, threads: int) -> bool:
-    """Return whether a core stays idle on this machine while all of its ranks compute.
+    """Return whether a core stays idle on this machine while its ranks compute, each with some threads.
 
     An all-reduce over shared memory runs on the processor. Without a free core it competes with the backward pass, and
     overlapping the two gains nothing.
-
-    Args:
-        ranks: Number of ranks on this machine.
-        threads: Number of threads with which each rank computes, as `torch.get_num_threads` returns it.
     """
     return allowed_cores() > ranks * threads

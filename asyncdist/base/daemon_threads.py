@@ -35,8 +35,6 @@ Future = concurrent.futures.Future
 
 _AT_EXIT = 2.0
 """Seconds for which a process waits at its exit for calls that have not returned."""
-
-
 _GROW_INTERVAL = 5e-3
 """Seconds without the begin of a call after which a pool that grows starts a further thread for the calls that wait."""
 _EXTRA_IDLE_TIMEOUT = 1.0
@@ -46,12 +44,9 @@ _EXTRA_IDLE_TIMEOUT = 1.0
 class DaemonThreadPool(concurrent.futures.Executor):
     """Runs calls in at most ``max_threads`` daemon threads, each started when it is needed.
 
-    Args:
-        name: Prefix of the threads' names.
-        max_threads: The number of calls that may run at the same time.
-        idle_timeout: Seconds after which a thread without a call ends; None keeps threads until `shutdown`.
-        grows: Whether calls may wait for one another: a further thread starts, and ends when it is idle, whenever no call
-            has begun for a moment.
+    A thread without a call ends after ``idle_timeout`` seconds; None keeps threads until `shutdown`. In a pool that
+    ``grows`` calls may wait for one another: whenever no call has begun for a moment, a further thread starts, which ends
+    when it is idle.
     """
 
     def __init__(self, name: str, max_threads: int, *, idle_timeout: float | None = None, grows: bool = False) -> None:
@@ -59,7 +54,7 @@ class DaemonThreadPool(concurrent.futures.Executor):
         self._grows, self._is_watched = grows, False
         self._begun = self._begun_before = 0
         self._changed = threading.Condition()
-        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._calls: deque[tuple[Future[Any], AnyFunction]] = deque()
         self._threads: list[threading.Thread] = []
         self._started = 0
         self._idle = 0
@@ -68,11 +63,7 @@ class DaemonThreadPool(concurrent.futures.Executor):
         _pools.add(self)
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run ``function`` in one of the threads and return the future of its result.
-
-        Raises:
-            RuntimeError: The pool is shut down, or the interpreter is ending and starts no thread.
-        """
+        """Run ``function`` in one of the threads. Raises RuntimeError if the pool is shut down, or no thread can start."""
         future: Future[T] = Future()
         with self._changed:
             if self._closed:
@@ -103,18 +94,12 @@ class DaemonThreadPool(concurrent.futures.Executor):
                 thread.join()
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a call has not ended."""
-        return bool(self._unfinished)
-
-    @property
     def unfinished(self) -> set[Future[Any]]:
         """The futures of the calls that have not ended."""
         return set(self._unfinished)
 
     @property
     def num_idle(self) -> int:
-        """The number of threads that wait for a call."""
         return self._idle
 
     def after_fork_in_child(self) -> None:
@@ -168,10 +153,6 @@ class SerialExecutor:
     """Runs calls one at a time, in the order of `put`, in one thread or in the calling thread.
 
     Calls report their own failures: an exception that a call raises is only logged.
-
-    Args:
-        name: Name of the thread, and of the executor in log lines.
-        idle_timeout: Seconds after which a thread without a call ends.
     """
 
     def __init__(self, name: str, *, idle_timeout: float = 5.0) -> None:
@@ -186,7 +167,7 @@ class SerialExecutor:
 
     def run_now(self, call: AnyFunction, *args: Any) -> bool:
         """Run a call in this thread if no call is pending; return whether it was run."""
-        if self._pool.is_busy or not self._running.acquire(blocking=False):
+        if self._pool._unfinished or not self._running.acquire(blocking=False):
             return False
         self._run(call, *args)
         return True
@@ -234,8 +215,7 @@ class PeriodicCalls:
     def start(self, function: Callback, period: float, *, after: float = 0.0) -> None:
         """Call ``function`` in ``after`` seconds, and then every ``period`` seconds until `stop`.
 
-        Raises:
-            RuntimeError: The process can start no thread.
+        Raises RuntimeError if the process can start no thread.
         """
         with self._changed:
             self._start_thread()
@@ -351,7 +331,7 @@ async def run_in_daemon_thread(function: Callable[[], T]) -> T:
     return await asyncio.wrap_future(start_daemon_thread(function, "asyncdist-call"))
 
 
-def _run_call(future: Future[Any], call: Callable[[], Any]) -> None:
+def _run_call(future: Future[Any], call: AnyFunction) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:

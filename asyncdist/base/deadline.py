@@ -29,11 +29,7 @@ LONGEST_POLL = int(LONGEST_SLEEP * 1e3)
 
 
 def seconds(timeout: Timeout, default: float = math.inf) -> float:
-    """Return a user's timeout in seconds; ``default`` for None.
-
-    Raises:
-        UsageError: The timeout is negative or not a number.
-    """
+    """Return a user's timeout in seconds; ``default`` for None. Raises UsageError if it is negative or not a number."""
     if timeout is None:
         return default
     try:

@@ -1,4 +1,4 @@
-"""Descriptors: files that no other user can have written, and the errors of ``accept``, and of too few descriptors."""
+"""Descriptors: what closes them, files that no other user can have written, and errors of ``accept`` and of too few."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from asyncdist.errors import AddressError, RendezvousError
 
@@ -23,8 +24,26 @@ _ONE_CONNECTION_FAILED = {
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 
 
+class ClosingOnError:
+    """Closes something at the end of a block that fails or is cancelled: ``async with`` awaits its ``close``."""
+
+    def __init__(self, resource: Any) -> None:
+        self._resource = resource
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._resource.close()
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            await self._resource.close()
+
+
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors."""
     for each in descriptors:
         os.close(each)
 
@@ -64,7 +83,7 @@ def naming_exhaustion() -> Iterator[None]:
         ) from cause
 
 
-def open_trusted(path: Path, flags: int, mode: int = 0o600) -> int:
+def open_trusted(path: Path, flags: int) -> int:
     """Open a file that says where this process connects to, or what others have told it.
 
     It does not wait for the other end of a FIFO. The caller checks that it is a regular file.
@@ -76,7 +95,7 @@ def open_trusted(path: Path, flags: int, mode: int = 0o600) -> int:
     try:
         # Windows lacks these flags.
         safe = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-        descriptor = os.open(path, flags | safe, mode)
+        descriptor = os.open(path, flags | safe, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise AddressError(f"{path} is a symbolic link, which another user may have made: name the file") from None

@@ -34,15 +34,12 @@ class WeakRegistry(Generic[T]):
         self._objects: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
 
     def add(self, item: T) -> None:
-        """Add an object, until `discard` or until it is collected."""
         self._objects[id(item)] = item
 
     def discard(self, item: T) -> None:
-        """Remove an object, if it was added."""
         self._objects.pop(id(item), None)
 
     def clear(self) -> None:
-        """Remove all objects."""
         self._objects.clear()
 
     def living(self) -> list[T]:
@@ -69,8 +66,6 @@ class Stage(IntEnum):
 
 
 class ProcessHooks(Protocol):
-    """The hooks of an object that owns connections."""
-
     def end_with_process(self) -> None:
         """Notify the peers, because the process ends without closing this object. Must not wait."""
 
@@ -127,16 +122,12 @@ def after_fork(call: Callback) -> None:
 def renew_in_children(namespace: dict[str, Any], name: str, make: Callback) -> None:
     """Give every forked child a new lock, before all other calls: another thread may hold the parent's during the fork.
 
-    Args:
-        namespace: The ``globals()`` of the module that holds the lock.
-        name: The lock's name there.
-        make: `threading.Lock` or `threading.RLock`.
+    The lock is ``name`` in the ``globals()`` of its module; ``make`` is `threading.Lock` or `threading.RLock`.
     """
     _locks.append((namespace, name, make))
 
 
 def ending() -> bool:
-    """Return whether the process is exiting."""
     return _ending
 
 
@@ -153,9 +144,7 @@ def unregister_hooks(hooked: ProcessHooks) -> None:
 def close_in_children(descriptor: Descriptor) -> None:
     """Close a descriptor in every forked child, without a shutdown of the connection.
 
-    Args:
-        descriptor: An object that can be referenced weakly. Its ``fileno`` is called in the child, until the object is
-            collected or returns -1.
+    The child calls the object's ``fileno``, until the object is collected or returns -1.
     """
     _descriptors.add(descriptor)
 

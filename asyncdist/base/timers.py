@@ -26,7 +26,6 @@ class TimerTable(dict[object, tuple[float, Callback]]):
         self.setdefault(key, (at, callback))
 
     def cancel(self, key: object) -> None:
-        """Remove the timer of ``key``, if there is one."""
         self.pop(key, None)
 
     def next_due(self) -> float:
@@ -66,16 +65,13 @@ class DeadlineTimer:
 
     @property
     def active(self) -> bool:
-        """Whether the timer is set."""
         return self._timer is not None
 
     def note(self, deadline: float) -> None:
-        """Note that a request with this deadline has been opened."""
         if deadline < self._next:
             self._set(deadline)
 
     def cancel(self) -> None:
-        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._next = None, math.inf

@@ -16,8 +16,6 @@ _KEPT_POLLS = 64
 
 
 class Waker:
-    """A descriptor that wakes a thread from its poll."""
-
     reader = writer = -1
 
     def __init__(self) -> None:
@@ -36,10 +34,7 @@ class Waker:
     def sleep(self, waits: Sequence[tuple[int, int]], seconds: float) -> list[int] | None:
         """Sleep until a descriptor is ready, `ring` is called, or time is up; return the ready ones, None after `ring`.
 
-        It may return before: see `LONGEST_SLEEP`.
-
-        Args:
-            waits: Descriptors, each with its poll events.
+        ``waits`` are descriptors, each with its poll events. It may return before: see `LONGEST_SLEEP`.
         """
         # A signal handler in which this thread sleeps too needs a poll object of its own.
         poll = self._polls.pop(wanted := tuple(waits), None) or self._make_poll(wanted)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import quote
 
+from asyncdist.base.background_loop import cancel_all
 from asyncdist.base.callables import Callback, Predicate
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import describe_error
@@ -40,17 +41,12 @@ _REPETITIONS = 3
 
 @dataclass(frozen=True, slots=True)
 class GenerationRecord:
-    """A generation of a job.
-
-    Attributes:
-        number: The number of the generation; 0 before the first.
-        members: The ids of the members, in order of rank.
-        begun: The number of the last generation whose members have met; 0 before the first.
-    """
+    """A generation of a job, with the ids of its members in order of rank."""
 
     number: int = 0
     members: tuple[int, ...] = ()
     begun: int = 0
+    """The number of the last generation whose members have met; 0 before the first."""
 
     def encode(self) -> bytes:
         return json.dumps([self.number, self.begun, *self.members]).encode()
@@ -64,11 +60,8 @@ class GenerationRecord:
 class Job:
     """This process's view of a job. The store keeps it current.
 
-    Args:
-        store: The store that all processes of the job share. The caller closes it.
-        name: The name of the job there.
-        arrived: Called with the id of each further process that waits to join.
-        replaced: Called when the record of the generation has changed.
+    ``arrived`` is called with the id of each further process that waits to join, and ``replaced`` when the record of the
+    generation has changed. The caller closes the store.
 
     Attributes:
         id: The id of this process, which no other process of the job ever gets.
@@ -100,7 +93,6 @@ class Job:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        """Get an id, and begin to watch the job."""
         self.id = await _repeated(lambda: self.store.add("next_id", 1))
         ready = asyncio.get_running_loop().create_future()
         watching = asyncio.create_task(self._watch(ready))
@@ -110,11 +102,8 @@ class Job:
             raise self._error
 
     async def close(self) -> None:
-        """Stop watching, and stop waiting and being a member."""
         if self._tasks:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await cancel_all(*self._tasks)
             # A store that does not answer deletes the keys when the connection is closed.
             with contextlib.suppress(StoreError, TimeoutError):
                 async with asyncio.timeout(_LEAVES_WITHIN):
@@ -204,7 +193,6 @@ class Job:
         )
 
     async def leave(self) -> None:
-        """Withdraw what this process has announced."""
         self._withdraw()
         for key in (f"{_MEMBER}{self.id}", f"{_WAITING}{self.id}"):
             await _repeated(functools.partial(self.store.delete_key, key))
@@ -218,13 +206,9 @@ class Job:
     async def begin_generation(
         self, after: GenerationRecord, number: int, members: tuple[int, ...], begun: int
     ) -> bool:
-        """Replace the record ``after`` by a next one; return False if another process has replaced it.
+        """Replace the record ``after`` by the next one; return False if another process has replaced it.
 
-        Args:
-            after: The record.
-            number: The number of the next generation.
-            members: Its members.
-            begun: The number of the last generation whose members have met, which is this one if they need no new world.
+        ``begun`` is the number of the next generation itself if its members need no new world.
         """
         if not await self._replace(after, GenerationRecord(number, members, begun)):
             return False
@@ -242,8 +226,11 @@ class Job:
         # Records do not repeat, so a repeated request finds what the first one has done.
         if await _repeated(lambda: self.store.compare_set(_RECORD, expected, value)) != value:
             return False
-        await self.until(lambda: self.record != record)
+        await self.until(lambda: self.has_replaced(record))
         return True
+
+    def has_replaced(self, record: GenerationRecord) -> bool:
+        return self.record != record
 
     async def has_members(self) -> bool:
         """Ask the store whether a member of any generation is alive."""
@@ -278,11 +265,9 @@ class Job:
         return self.is_shown
 
     def meeting_point(self, record: GenerationRecord) -> AsyncPrefixStore:
-        """Return the store in which the members of a generation meet."""
         return AsyncPrefixStore(f"world/{record.number}", self.store)
 
     def is_present(self, process: int) -> bool:
-        """Return whether a process is a member or waits to join."""
         return process in self.members or process in self.waiting
 
 

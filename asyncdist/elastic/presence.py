@@ -25,13 +25,8 @@ _RENEWALS = 4
 class Presence:
     """The key of one member at the store, and for how long it is sure to stay there.
 
-    Args:
-        store: The store of the job.
-        renewed: Called after each answer of the store.
-
-    Attributes:
-        lease: Seconds for which the key stays without a connection.
-        until: When other processes may find the key missing, on the monotonic clock.
+    ``lease`` are the seconds for which the key stays without a connection. ``until`` is the time on the monotonic clock
+    when other processes may find the key missing. ``renewed`` is called after each answer of the store.
     """
 
     def __init__(self, store: AsyncStoreBase, renewed: Callback) -> None:

@@ -27,7 +27,9 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from asyncdist.base.background_loop import cancel_all
 from asyncdist.base.deadline import Deadline
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.environment import Launch
@@ -44,25 +46,19 @@ _LAST_WORD = 1.0
 
 
 class ProcessHandle(NamedTuple):
-    """What a handle says about its process.
-
-    Attributes:
-        process: The identity of the process, which no other process has.
-        host: The address of its store.
-        port: The port of its store.
-        token: The token of its store if it was generated; None if every process was configured with it.
-        world_id: The world in which it is, empty without one.
-        member_id: Its rank in that world.
-        lost: The ranks of that world that it holds lost.
-    """
+    """What a handle says about its process: the address of its store, and the world in which it is, empty without one."""
 
     process: str
+    """The identity of the process, which no other process has."""
     host: str
     port: int
     token: str | None
+    """The token of its store if it was generated; None if every process was configured with it."""
     world_id: str
     member_id: int
+    """Its rank in that world."""
     lost: tuple[int, ...]
+    """The ranks of that world that it holds lost."""
 
     def encode(self) -> str:
         return _PREFIX + base64.urlsafe_b64encode(msgpack.packb(self)).decode()
@@ -88,8 +84,7 @@ class ProcessHandle(NamedTuple):
 class Reconfiguration:
     """The part of one process in forming groups by handles. Its methods run on the background loop.
 
-    Args:
-        shared: A store that the processes of the job share, from which the address of this process follows; or None.
+    The address of this process follows from ``shared``, a store that the processes of the job share; or None.
     """
 
     def __init__(self, shared: Any = None) -> None:
@@ -103,11 +98,9 @@ class Reconfiguration:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def handle(self, group: Group | None, timeout: float) -> str:
-        """Return the handle of this process; it changes with the group, and when a peer is lost.
+        """Return the handle of this process; it changes with the present group, and when a peer is lost.
 
-        Args:
-            group: The present group of this process; None without one.
-            timeout: Seconds to find out the address of this process.
+        ``timeout`` limits in seconds the search for the address of this process.
         """
         async with self._lock:
             return (await self._handle(group, timeout)).encode()
@@ -172,7 +165,12 @@ class Reconfiguration:
         assert self._own is not None
         config = Config.from_environment().with_(token=members[0].token or self._own.token)
         watch = _FailureWatch(name, members, rank, config)
-        opening = asyncio.create_task(self._open(name, members, rank, config, deadline))
+        size, timeout = len(members), deadline.remaining()
+        opening = asyncio.create_task(
+            open_world(
+                init_method=str(members[0]), rank=rank, world_size=size, timeout=timeout, name=name, config=config
+            )
+        )
         watching = asyncio.create_task(watch.run())
         try:
             await asyncio.wait([opening, watching], return_when=asyncio.FIRST_COMPLETED)
@@ -181,36 +179,18 @@ class Reconfiguration:
                     f"{name}: {watching.result()}; exchange the handles of the members that are there, and call this again"
                 )
             world = await opening
-            try:
+            async with ClosingOnError(world):
                 return await completed_group(world.group, [str(each) for each in members], deadline)
-            except BaseException:
-                await world.close()
-                raise
         except BaseException as error:
             await discard_world(opening)
             await watch.report(describe_error(error))
             raise
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            await cancel_all(watching)
             await watch.close()
 
-    async def _open(
-        self, name: str, members: Sequence[ProcessHandle], rank: int, config: Config, deadline: Deadline
-    ) -> World:
-        return await open_world(
-            init_method=str(members[0]), rank=rank, world_size=len(members), timeout=deadline.remaining(), name=name,
-            config=config,
-        )  # fmt: skip
-
     def retire(self, group: Group, successor: Group | None, world: World | None) -> None:
-        """End a group that another one has replaced.
-
-        Args:
-            group: The group.
-            successor: The group that has replaced it.
-            world: The world to close with it; None if others use it.
-        """
+        """End a group that ``successor`` has replaced, and with it its ``world``, which is None if others use it."""
         kept = set() if successor is None or successor.world is not group.world else set(successor.member_ids)
         if group.error is None and set(group.member_ids) - kept:
             group.abort(f"rank {group.endpoint.rank} goes on in another group")
@@ -230,14 +210,11 @@ class Reconfiguration:
 
 
 async def completed_group(group: Group, members: Sequence[str], deadline: Deadline) -> Group:
-    """Agree that all members have made a group, and return it; otherwise destroy it, and raise on all of them.
+    """Agree before the deadline that all members have made a group; otherwise destroy it, and raise on all of them.
 
-    Args:
-        group: The group.
-        members: The names of the members, in group order, for messages.
-        deadline: When the members must have agreed.
+    ``members`` are their names in messages, in group order.
     """
-    try:
+    with ClosingOnError(group):
         agreed = await group.agree(True, timeout=deadline.remaining())
         if agreed.lost or not agreed.flag:
             missing = " and ".join(
@@ -249,9 +226,6 @@ async def completed_group(group: Group, members: Sequence[str], deadline: Deadli
                 f"{group.name}: {missing or 'a member'} was lost before the group was complete; leave it out, and "
                 "call this again on the other members"
             )
-    except BaseException:
-        group.close()
-        raise
     return group
 
 
@@ -279,9 +253,7 @@ class _FailureWatch:
                 done, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
                 reason = done.pop().result()
             finally:
-                for task in watching:
-                    task.cancel()
-                await asyncio.gather(*watching, return_exceptions=True)
+                await cancel_all(*watching)
             await self.report(reason)
         return reason
 
@@ -342,7 +314,6 @@ class _FailureWatch:
 
 
 def _rank_of(own: ProcessHandle, members: Sequence[ProcessHandle]) -> int:
-    """Return the position of this process among the members."""
     processes = [member.process for member in members]
     if len(set(processes)) != len(processes):
         raise UsageError("two of the handles are of one process: pass one handle of each member")

@@ -24,9 +24,10 @@ from collections.abc import AsyncIterator, Iterator
 from time import monotonic
 from typing import Any, Self
 
-from asyncdist.base.background_loop import background_loop, running_loop
+from asyncdist.base.background_loop import background_loop, cancel_all, running_loop
 from asyncdist.base.callables import Predicate
 from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.config import Config
 from asyncdist.elastic.errors import JobTimeoutError
@@ -140,8 +141,7 @@ class JobSession(ProcessBound):
         async with self._resources:
             try:
                 if self._next_call is not None:
-                    self._next_call.cancel()
-                    await asyncio.gather(self._next_call, return_exceptions=True)
+                    await cancel_all(self._next_call)
             finally:
                 await self._leave_world()
 
@@ -189,7 +189,6 @@ class JobSession(ProcessBound):
             return await self._next(Deadline.after(self._timeout), self._min_size)
 
     def _regroup(self, group: Group, min_size: int, timeout: Timeout) -> Work[Group]:
-        """Begin what `Group.regroup` does for the group of a session."""
         deadline = Deadline.after(seconds(timeout, self._timeout))
         return BackgroundCall(self._regrouped(group, max(min_size, self._min_size), deadline), self._home)
 
@@ -301,7 +300,6 @@ class JobSession(ProcessBound):
 
     @property
     def _founders(self) -> int:
-        """The number of processes with which the job begins."""
         return self._min_size if self._job.record.begun else self._start_size
 
     def _may_found(self) -> bool:
@@ -330,7 +328,7 @@ class JobSession(ProcessBound):
         if not self._may_found() or len(chosen) < self._founders or await job.has_members():
             return
         if not await job.begin_generation(record, record.number + 1, chosen, record.begun):
-            await job.until(lambda: job.record != record)
+            await job.until(lambda: job.has_replaced(record))
 
     # -- as a member ---------------------------------------------------------------------------
 
@@ -351,11 +349,8 @@ class JobSession(ProcessBound):
             world = await self._meet_newcomers(group, record, deadline)
             if world is None:
                 continue
-            try:
+            async with ClosingOnError(world):
                 await self._leave_world()
-            except BaseException:
-                await world.close()
-                raise
             return await self._enter_world(world, record)
 
     async def _meet_newcomers(self, group: Group, record: GenerationRecord, deadline: Deadline) -> World | None:
@@ -394,7 +389,7 @@ class JobSession(ProcessBound):
                 begun = await job.begin_generation(before, number, members, last)
                 if not begun:
                     # A record that names this process is that of an earlier rank 0, which was lost.
-                    await self._until(functools.partial(_is_replaced, job, before), deadline, min_size)
+                    await self._until(functools.partial(job.has_replaced, before), deadline, min_size)
             answer = [[number, members, last] if begun else []]
         await group.broadcast_object_list(answer, 0, timeout=deadline.remaining())
         if not answer[0]:
@@ -418,9 +413,7 @@ class JobSession(ProcessBound):
             await discard_world(opening)
             raise
         finally:
-            for task in (gone, lost):
-                task.cancel()
-            await asyncio.gather(gone, lost, return_exceptions=True)
+            await cancel_all(gone, lost)
         if not opening.done() or opening.exception() is not None:
             await discard_world(opening)
             return None
@@ -438,11 +431,8 @@ class JobSession(ProcessBound):
             home=self._home,
             reports_dropped_works=True,
         )
-        try:
+        async with ClosingOnError(world):
             await world.group.barrier()
-        except BaseException:
-            await world.close()
-            raise
         return world
 
     async def _enter_world(self, world: World, record: GenerationRecord) -> Group:
@@ -507,10 +497,6 @@ class Generations:
                 f"this session was entered with `{'with' if is_awaited else 'async with'}`: write "
                 f"`{right} group in session.generations()` instead of `{wrong}`"
             )
-
-
-def _is_replaced(job: Job, record: GenerationRecord) -> bool:
-    return job.record != record
 
 
 async def _first_loss(group: Group | None) -> None:

@@ -1,13 +1,11 @@
 """Processes that talk: addresses, the proof of the job's token, TLS, admission, heartbeats, and channels. Nothing here
 imports torch.
 
-`security` proves and encrypts, `acceptor` and `admission` accept, `detector`, `process_identity` and `host_watch` tell
-the dead from the busy, and `connection` holds channels: authenticated connections between processes that need not be
-in a common group. They find each other in the store of the job (`asyncdist.rendezvous.directory`), and send each other
-messages: a *head* of up to 32 KiB, any number of *buffers*, and, on one host, file descriptors. Messages arrive
-complete, once and in the order in which they were sent, or the channel ends with `PeerLostError`. Long messages are
-cut into parts, between which short ones pass. On one host they pass through shared memory; between hosts over TCP,
-inside TLS if the settings ask for it.
+`connection` holds channels: authenticated connections between processes that need not be in a common group. They find
+each other in the store of the job (`asyncdist.rendezvous.directory`), and send each other messages: a *head* of up to
+32 KiB, any number of *buffers*, and, on one host, file descriptors. Messages arrive complete, once and in the order in
+which they were sent, or the channel ends with `PeerLostError`. Long messages are cut into parts, between which short ones
+pass. On one host they pass through shared memory; between hosts over TCP, inside TLS if the settings ask for it.
 
     handler = Handler()                                     # its methods are those of `ChannelHandler`
     directory = await JobDirectory.open("asyncdist://host:29500/job", "weights", config=config)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from asyncdist.base.error_text import describe_error
 from asyncdist.errors import AsyncdistError
@@ -24,28 +24,19 @@ log = logging.getLogger("asyncdist")
 _AT_A_TIME = 64
 """Accepts in one go, before other callbacks of the loop get their turn."""
 
-Proven = TypeVar("Proven")
 
-
-class Acceptor(Generic[Proven]):
+class Acceptor:
     """Accepts from its creation until `stop`. It owns the listening socket, and closes it. Used on ``loop`` alone.
 
-    Args:
-        sock: The listening socket, which does not block.
-        prove: Authenticates the other side of a connection. It closes the connection if it raises.
-        serve: Handles a connection that has proven the token. It closes the connection.
-        what: What listens, for the log.
-        most: The number of connections that may be without proof. A further one evicts the oldest.
-        timeout: Seconds within which ``prove`` must end.
-        loop: The event loop.
-        refusals: The log of refused connections; by default one of its own.
+    ``begin`` authenticates the other side of a connection within ``timeout`` seconds, and closes the connection if it
+    raises. What it returns, if anything, is awaited without that limit. At most ``most`` connections may be without proof:
+    a further one evicts the oldest. ``what`` listens, for the log.
     """
 
     def __init__(
         self,
         sock: socket.socket,
-        prove: Callable[[socket.socket], Coroutine[Any, Any, Proven]],
-        serve: Callable[[Proven], Coroutine[Any, Any, None]],
+        begin: Callable[[socket.socket], Coroutine[Any, Any, Coroutine[Any, Any, None] | None]],
         *,
         what: str,
         most: int,
@@ -53,7 +44,7 @@ class Acceptor(Generic[Proven]):
         loop: asyncio.AbstractEventLoop,
         refusals: RefusalLog | None = None,
     ) -> None:
-        self._prove, self._serve = prove, serve
+        self._begin = begin
         self._listening = ListeningSocket(sock, what, self._make_room)
         self._what, self._timeout, self._loop = what, timeout, loop
         self._refusals = refusals or RefusalLog(log, what)
@@ -102,7 +93,7 @@ class Acceptor(Generic[Proven]):
         who = peer_name(sock)
         try:
             async with asyncio.timeout(self._timeout):
-                proven = await self._prove(sock)
+                serving = await self._begin(sock)
         except TimeoutError:
             self._refusals.add(f"no proof of the token within {self._timeout:g} s (ASYNCDIST_HANDSHAKE_TIMEOUT)", who)
             return
@@ -111,7 +102,8 @@ class Acceptor(Generic[Proven]):
             return
         finally:
             self._unproven.discard(task)
-        await self._serve(proven)
+        if serving is not None:
+            await serving
 
     def _evict(self, task: asyncio.Task[None]) -> None:
         self._refusals.add("it had not proven the token, and too many connections had not")

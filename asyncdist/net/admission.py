@@ -16,9 +16,7 @@ C = TypeVar("C", bound=Hashable)
 class EvictingQueue(Generic[C]):
     """Connections in the order in which they were added, at most ``most``: a further one evicts the oldest.
 
-    Args:
-        most: The most connections.
-        evict: Ends a connection, which is in the queue no more.
+    ``evict`` ends a connection, which is in the queue no more.
     """
 
     def __init__(self, most: int, evict: Callable[[C], object]) -> None:
@@ -29,7 +27,6 @@ class EvictingQueue(Generic[C]):
         return len(self._added)
 
     def __iter__(self) -> Iterator[C]:
-        """Iterate over the connections, the oldest first."""
         return iter(self._added)
 
     def __contains__(self, connection: object) -> bool:

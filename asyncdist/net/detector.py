@@ -34,23 +34,16 @@ _MOST_EXCUSED = 11.0
 
 
 class Liveness(enum.Enum):
-    """An event of a peer."""
-
     SUSPECTED = "suspected"
     RECOVERED = "recovered"
     LOST = "lost"
 
 
 class Verdict(NamedTuple):
-    """A change of one peer.
+    """A change of one peer, ``silence`` seconds after its last sign of life.
 
-    Attributes:
-        liveness: The event.
-        peer: The peer.
-        silence: Seconds since the last sign of life.
-        heard_by: The ranks that have heard the peer since it was suspected.
-        unheard_by: The ranks that do not hear it either.
-        is_alone: Whether this rank hears no peer at all, and has several.
+    ``heard_by`` are the ranks that have heard it since it was suspected, ``unheard_by`` those that do not hear it either.
+    ``is_alone`` says that this rank hears no peer at all, and has several.
     """
 
     liveness: Liveness
@@ -80,9 +73,7 @@ class _Watched:
 class Detector:
     """The detector of one rank for the peers of one transport.
 
-    Args:
-        timeout: Seconds of silence after which a peer is lost.
-        company: Returns the ranks on the host of a peer, itself included; by default none are known.
+    A peer is lost after ``timeout`` seconds of silence. ``company`` returns the ranks on its host, itself included.
     """
 
     def __init__(self, timeout: float, company: Callable[[int], Iterable[int]] = lambda peer: ()) -> None:
@@ -95,12 +86,10 @@ class Detector:
 
     @property
     def peers(self) -> list[int]:
-        """The peers that are watched now."""
         return list(self._peers)
 
     @property
     def suspects(self) -> list[int]:
-        """The peers that are suspected now."""
         return [peer for peer, watched in self._peers.items() if watched.is_suspected]
 
     def silence(self, peer: int) -> float | None:

@@ -63,15 +63,9 @@ def tune_strict(sock: socket.socket) -> None:
 class HostWatch:
     """The looks at one connected socket that has been tuned.
 
-    TCP_USER_TIMEOUT would also end the connections of processes that read late, whose hosts answer TCP's probes.
-
-    Args:
-        sock: The socket; that of an asyncio transport will do.
-        limit: Seconds without an acknowledgement; 0 stands for `SLOWEST_DETECTION`.
-
-    Attributes:
-        limit: The limit in seconds.
-        is_waiting: Whether bytes waited for an acknowledgement at the last look.
+    TCP_USER_TIMEOUT would also end the connections of processes that read late, whose hosts answer TCP's probes. ``limit``
+    is in seconds without an acknowledgement; 0 stands for `SLOWEST_DETECTION`. ``is_waiting`` says whether bytes waited
+    for an acknowledgement at the last look.
     """
 
     __slots__ = ("_silent_since", "_sock", "is_waiting", "limit")
@@ -104,7 +98,6 @@ class HostWatch:
         return bool(retransmissions + probes) and bool(silence >= self.limit * 1000)
 
     def why(self) -> str:
-        """Return the reason for an error or the log."""
         return f"its host has acknowledged nothing for {self.limit:g} s"
 
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 from asyncdist.base import lifecycle
-from asyncdist.base.descriptors import is_exhausted, is_transient
+from asyncdist.base.descriptors import ClosingOnError, is_exhausted, is_transient
 from asyncdist.errors import AddressError
 
 log = logging.getLogger("asyncdist")
@@ -19,16 +19,7 @@ BACKLOG = 4096
 
 
 def listen_tcp(host: str, what: str = "", advice: str = "") -> socket.socket:
-    """Listen at a free port of an address.
-
-    Args:
-        host: The address.
-        what: What for, for the error, such as ``" for channels"``.
-        advice: The end of the error.
-
-    Raises:
-        AddressError: This machine has no such address.
-    """
+    """Listen at a free port of an address. Raises AddressError, which says ``what`` for, without such an address."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         return listen(sock, (host, 0))
@@ -42,23 +33,17 @@ def listen_tcp(host: str, what: str = "", advice: str = "") -> socket.socket:
 def listen(sock: socket.socket, where: tuple[str, int] | tuple[str, int, int, int] | str) -> socket.socket:
     """Let a new socket listen, without blocking. Closes it, and raises OSError, if that fails."""
     lifecycle.close_in_children(sock)
-    try:
+    with ClosingOnError(sock):
         sock.setblocking(False)
         sock.bind(where)
         sock.listen(BACKLOG)
-    except BaseException:
-        sock.close()
-        raise
     return sock
 
 
 class ListeningSocket:
     """A socket that accepts without blocking. One thread at a time uses it.
 
-    Args:
-        sock: The listening socket.
-        what: What listens, for the log.
-        make_room: Closes a connection, because the process has no free descriptor; returns whether it has closed one.
+    ``make_room`` closes a connection, because the process has no free descriptor, and returns whether it has closed one.
     """
 
     def __init__(self, sock: socket.socket, what: str, make_room: Callable[[OSError], bool]) -> None:
@@ -69,8 +54,7 @@ class ListeningSocket:
     def pending(self, most: int) -> Iterator[socket.socket]:
         """Yield up to ``most`` connections that wait.
 
-        Raises:
-            OSError: An error, which has been logged, concerns all connections: pause for `ACCEPT_AGAIN` seconds.
+        Raises OSError, which has been logged, if it concerns all connections: pause for `ACCEPT_AGAIN` seconds.
         """
         for _ in range(most):
             try:

@@ -26,12 +26,9 @@ _MOST_NBYTES = 256 << 20
 
 
 async def ready(*socks: AnySocket, writable: bool = False, waiter: asyncio.Future[None] | None = None) -> None:
-    """Return when one of the sockets is ready to be read, or written.
+    """Return when one of the sockets is ready to be read, or written, and ``waiter`` is done.
 
-    Args:
-        socks: The sockets. Who closes one of them ends its watch and ``waiter`` before.
-        writable: Whether to wait until it can be written.
-        waiter: A future that is done when a socket is ready.
+    Code that closes one of them ends its watch and ``waiter`` before.
     """
     loop = asyncio.get_running_loop()
     done = loop.create_future() if waiter is None else waiter
@@ -60,14 +57,11 @@ async def prove(sock: AnySocket, handshake: HandshakeDriver, receive: Callable[[
 
 
 class LoopSocket:
-    """A non-blocking socket on the running loop. One coroutine at a time uses it; `close` ends its waiting.
-
-    Attributes:
-        sock: The socket, which TLS may have replaced.
-    """
+    """A non-blocking socket on the running loop. One coroutine at a time uses it; `close` ends its waiting."""
 
     def __init__(self, sock: AnySocket) -> None:
         self.sock = sock
+        """The socket, which TLS may have replaced."""
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -114,12 +108,7 @@ class LoopSocket:
         await self.send(_LENGTH.pack(len(packed)) + packed)
 
     async def receive_message(self, most: int) -> Any:
-        """Return the next message.
-
-        Raises:
-            EOFError: The connection has ended.
-            ProtocolError: The message is longer than ``most`` bytes, or is no msgpack value.
-        """
+        """Return the next message, of at most ``most`` bytes. Raises EOFError, and ProtocolError for other bytes."""
         (nbytes,) = _LENGTH.unpack(await self.receive(_LENGTH.size))
         if nbytes > most:
             raise ProtocolError(f"a message of {nbytes} bytes where at most {most} are accepted")
@@ -130,7 +119,6 @@ class LoopSocket:
             raise ProtocolError(f"a message that is not legible: {cause}") from cause
 
     async def ask(self, question: Any) -> Any:
-        """Send a question, and return the answer."""
         await self.send_message(question)
         return await self.receive_message(_MOST_NBYTES)
 

@@ -35,12 +35,7 @@ _IF_INET6 = Path("/proc/net/if_inet6")
 
 @dataclass(frozen=True, slots=True)
 class InterfaceAddress:
-    """One address of one network interface.
-
-    Attributes:
-        interface: The interface's name, or ``(by host name)`` if it is unknown.
-        host: The IPv4 or IPv6 address, without brackets and scope.
-    """
+    """An IPv4 or IPv6 address, without brackets and scope, of an interface, ``(by host name)`` if its name is unknown."""
 
     interface: str
     host: str
@@ -92,7 +87,6 @@ def begin_look_up(name: str) -> Future[list[str]]:
 
 
 async def look_up(name: str) -> list[str]:
-    """Return what `begin_look_up` finds."""
     return await asyncio.wrap_future(begin_look_up(name))
 
 
@@ -119,15 +113,10 @@ def is_link_local(host: str) -> bool:
 
 
 def addresses_of_interface(candidates: Iterable[InterfaceAddress], rule: str) -> list[InterfaceAddress]:
-    """Return the candidates whose interface matches a rule.
+    """Return the candidates whose interface matches a rule. Raises ValueError if the rule names no interface.
 
-    Args:
-        candidates: Addresses to choose from.
-        rule: ``eth,ib`` matches names with these prefixes, ``=eth0,eth1`` exactly these names, ``^lo,docker`` and
-            ``^=lo`` all other names.
-
-    Raises:
-        ValueError: The rule names no interface.
+    ``eth,ib`` matches names with these prefixes, ``=eth0,eth1`` exactly these names, ``^lo,docker`` and ``^=lo`` all other
+    names.
     """
     excluding = rule.startswith("^")
     pattern = rule.removeprefix("^")
@@ -145,13 +134,8 @@ def addresses_of_interface(candidates: Iterable[InterfaceAddress], rule: str) ->
 def choose_address(candidates: Sequence[InterfaceAddress], route: str | None = None) -> str | None:
     """Return the address to advertise: ``route`` if it is a candidate, else the candidate that most peers can reach.
 
-    Args:
-        candidates: Addresses to choose from.
-        route: The local address of the route to the store. Peers reach the store too, probably by the same family.
-
-    Returns:
-        An address, or None without a usable candidate. A loopback address is the last choice. A link-local address is
-        never chosen.
+    ``route`` is the local address of the route to the store: peers reach the store too, probably by the same family. A
+    loopback address is the last choice. A link-local address is never chosen; None if no other is left.
     """
 
     def sort_key(candidate: InterfaceAddress) -> tuple[bool, bool, bool, bool]:

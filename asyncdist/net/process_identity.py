@@ -15,17 +15,22 @@ _ENDED = (b"Z", b"X", b"x")
 
 
 class ProcessState(NamedTuple):
-    """What a process does at the moment.
-
-    Attributes:
-        is_working: Whether a thread of it runs, waits for a processor, or waits for a disk.
-        is_traced: Whether a debugger holds it.
-        text: Its activity, as a clause of an error message.
-    """
+    """What a process does at the moment; ``text`` is a clause of an error message."""
 
     is_working: bool = False
+    """Whether a thread of it runs, waits for a processor, or waits for a disk."""
     is_traced: bool = False
+    """Whether a debugger holds it."""
     text: str = ""
+
+
+_ACTIVITIES = {
+    b"t": ProcessState(is_traced=True, text="a debugger holds its process"),
+    b"T": ProcessState(text="its process is stopped"),
+    b"D": ProcessState(is_working=True, text="its process waits for a disk or for memory"),
+    b"R": ProcessState(is_working=True, text="a call in it keeps the interpreter busy"),
+}
+"""What a process does by the state of one of its threads; the first of them counts."""
 
 
 def process_identity(host_name: str | None = None) -> dict[str, Any] | None:
@@ -69,15 +74,8 @@ def process_state(identity: Mapping[str, Any] | None, own: Mapping[str, Any] | N
             # The thread may have ended.
             with contextlib.suppress(OSError), open(f"{folder}/{thread}/stat", "rb") as stat:
                 states.add(stat.read().rpartition(b") ")[2][:1])
-    if b"t" in states:
-        return ProcessState(is_traced=True, text="a debugger holds its process")
-    if b"T" in states:
-        return ProcessState(text="its process is stopped")
-    if b"D" in states:
-        return ProcessState(is_working=True, text="its process waits for a disk or for memory")
-    if b"R" in states:
-        return ProcessState(is_working=True, text="a call in it keeps the interpreter busy")
-    return ProcessState(text="a call in it holds the interpreter") if states else None
+    idle = ProcessState(text="a call in it holds the interpreter") if states else None
+    return next((activity for state, activity in _ACTIVITIES.items() if state in states), idle)
 
 
 def last_core(identity: Mapping[str, Any]) -> tuple[int, bool]:
@@ -86,8 +84,7 @@ def last_core(identity: Mapping[str, Any]) -> tuple[int, bool]:
     The core is -1 if the process has ended.
     """
     try:
-        with open(f"/proc/{identity['pid']}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b") ")[2].split()
+        fields = _fields(identity["pid"])
         return int(fields[36]), fields[0] != b"R"
     except (OSError, IndexError, ValueError):
         return -1, True
@@ -117,7 +114,6 @@ def _machine(identity: Mapping[str, Any]) -> str:
 
 
 def _stat(pid: int) -> tuple[bytes, int]:
-    """Return the state and the start time of a process."""
     fields = _fields(pid)
     return fields[0], int(fields[19])
 

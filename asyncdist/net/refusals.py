@@ -15,29 +15,19 @@ _MOST_REASONS = 8
 class RefusalLog:
     """Logs the refused connections of one port: the first at once, the further ones together, one line a `PERIOD`.
 
-    A line is written when a connection is refused, or by `flush`. One thread at a time uses it.
-
-    Args:
-        logger: Where the lines go, as warnings.
-        what: What refuses, the subject of the lines.
-
-    Attributes:
-        count: How many connections were refused.
+    A line is a warning, whose subject is ``what``. It is written when a connection is refused, or by `flush`. One thread at
+    a time uses it.
     """
 
     def __init__(self, logger: logging.Logger, what: str) -> None:
         self._logger, self._what = logger, what
         self._reasons: Counter[str] = Counter()
         self.count = 0
+        """How many connections were refused."""
         self._began = self._next_line = 0.0
 
     def add(self, reason: str, who: str = "a connection") -> None:
-        """Note that a connection was refused.
-
-        Args:
-            reason: Why. Equal reasons are counted together.
-            who: Whose connection, for a line about this one alone.
-        """
+        """Note that a connection was refused. Equal reasons are counted together; ``who`` is for a line about it alone."""
         self.count += 1
         now = monotonic()
         if not self._reasons:
@@ -48,14 +38,11 @@ class RefusalLog:
             self.flush(who)
 
     def flush(self, who: str = "a connection") -> None:
-        """Log what has not been logged."""
         if not self._reasons:
             return
         now = monotonic()
-        count, reasons = (
-            self._reasons.total(),
-            ", ".join(f"{reason} ({n})" for reason, n in self._reasons.most_common()),
-        )
+        count = self._reasons.total()
+        reasons = ", ".join(f"{reason} ({n})" for reason, n in self._reasons.most_common())
         if count == 1:
             self._logger.warning("%s refused %s: %s", self._what, who, next(iter(self._reasons)))
         else:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import secrets
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.config import Config
 from asyncdist.environment import Launch
 from asyncdist.rendezvous.addresses import outward, own_host, probe, to_listen_on
@@ -91,7 +93,7 @@ async def meet(
         records = await open_record_store(method, store, name, config, launch, limit)
         stack.push_async_callback(records.close)
         if method.rank != 0:
-            return await join_world(stack, world, by_record(world, records), records.where)
+            return await join_world(stack, world, partial(by_record, world, records), records.where)
         host = await own_host(host_of(method, store), config, limit.deadline)
         token = config.token or secrets.token_hex(16)
         return await host_world(stack, world, host, 0, token=token, records=records, known_as=host)
@@ -104,7 +106,7 @@ async def _meet_directly(stack: AsyncExitStack, method: InitMethod, world: World
     why = f"{where} is not a loopback address, and rank 0 cannot pass a generated token to the other ranks there"
     check_token(method.host, world.config, why)
     if method.rank != 0:
-        return await join_world(stack, world, by_address(world, method.host, method.port, token), where)
+        return await join_world(stack, world, partial(by_address, world, method.host, method.port, token), where)
     host, guessed = await to_listen_on(method.host, world.config, world.limit.deadline)
     note = f" (served at {host}; ASYNCDIST_SOCKET_IFNAME chooses another)" if guessed else ""
     return await host_world(stack, world, host, method.port, token=token, records=None, known_as=method.host, note=note)
@@ -114,11 +116,7 @@ async def _meet_directly(stack: AsyncExitStack, method: InitMethod, world: World
 class OwnStore:
     """A store that this process serves on its background loop. Worlds that it hosts at that address use it too.
 
-    Attributes:
-        host: The address at which other processes reach it.
-        port: Its port.
-        token: The token of the job, or a generated one.
-        is_generated: Whether the token was generated, so that other processes must be told.
+    Other processes must be told the token if it ``is_generated``.
     """
 
     host: str
@@ -133,26 +131,16 @@ class OwnStore:
 
 
 async def serve_own_store(store: Any, *, timeout: float, config: Config, launch: Launch) -> OwnStore:
-    """Serve a store, at the address from which this process reaches ``store``.
+    """Serve a store, at the address from which this process reaches ``store``, which the processes of the job share.
 
-    Args:
-        store: A store that the processes of the job share; None without one.
-        timeout: Seconds to look up its address.
-        config: The settings.
-        launch: The launcher's variables.
-
-    Raises:
-        AuthenticationError: There is no token, and other hosts can read in ``store`` what processes tell each other.
-        AddressError: The host of ``store`` does not resolve.
+    The look-up of its address takes at most ``timeout`` seconds, and raises AddressError if that fails. Without a token, a
+    ``store`` in which other hosts can read what processes tell each other is an AuthenticationError.
     """
     master = host_of(InitMethod("store", 0, 1), store)
     if not launch.on_one_host:
         check_token(master, config, f"a generated token cannot be passed to other hosts through the store at {master}")
     host = await own_host(master, config, Deadline.after(timeout))
     server, token = ServerHandle(), config.token or secrets.token_hex(16)
-    try:
+    async with ClosingOnError(server):
         served = await server.open(host, 0, token=token, config=config)
-    except BaseException:
-        await server.close()
-        raise
     return OwnStore(host, served.port, token, config.token is None, server)

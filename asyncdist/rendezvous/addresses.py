@@ -87,10 +87,7 @@ async def to_listen_on(host: str, config: Config, deadline: Deadline) -> tuple[s
     """Return the address of this host to which ``host`` refers, and whether it is a guess.
 
     It is a guess if the name only means "this host" and the user has chosen no interface: on other hosts the name may
-    resolve to another address of this host.
-
-    Raises:
-        AddressError: ``host`` refers to another host.
+    resolve to another address of this host. Raises AddressError if ``host`` refers to another host.
     """
     resolved = await resolve(host, deadline)
     found = _from_outside(host, resolved, config)
@@ -140,12 +137,7 @@ def advertised(store_host: str, config: Config) -> str:
 
 
 async def own_host(store_host: str | None, config: Config, deadline: Deadline) -> str:
-    """Return the address at which this process listens for others: the one from which it reaches their store.
-
-    Args:
-        store_host: The host of the store; None if no network reaches it.
-        deadline: The end of look-ups of the name.
-    """
+    """Return the address at which this process listens for others: the one from which it reaches their store, if any."""
     if store_host is None:
         return outward(config)
     return advertised((await reachable(store_host, config, deadline))[0], config)

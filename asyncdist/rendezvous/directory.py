@@ -14,7 +14,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, Self
 from urllib.parse import quote, unquote
 
@@ -41,13 +41,7 @@ _LEASE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PeerRecord:
-    """What a process has published under a name.
-
-    Attributes:
-        name: The name.
-        address: Where the process accepts channels.
-        about: Plain data of the service, such as a rank.
-    """
+    """What a process has published under a name: where it accepts channels, and plain data of the service, as a rank."""
 
     name: str
     address: ChannelAddress
@@ -73,42 +67,32 @@ class PeerRecord:
 
 @dataclass(frozen=True, slots=True)
 class RecordChange:
-    """A record that was published or has ended.
-
-    Attributes:
-        id: The id of the port whose record it is.
-        record: The record; None if it has ended.
-    """
+    """A record of the port ``id`` that was published or, if ``record`` is None, has ended."""
 
     id: str
     record: PeerRecord | None
 
 
+@dataclass(eq=False, repr=False)
 class JobDirectory:
     """The records of one service of one job. Make it with `open`, on the loop that uses it, and `close` it.
 
-    Attributes:
-        job: The name of the job.
-        where: The job, for messages.
-        host: The address at which this process should listen, so that the others reach it.
-        token: The token that the processes of the job share.
+    This process should listen at ``host``, so that the others reach it. ``where`` is the job in messages.
     """
 
-    def __init__(
-        self,
-        store: AsyncStoreBase,
-        prefix: str,
-        job: str,
-        where: str,
-        host: str,
-        token: str | None,
-        client: AsyncStore | None,
-        config: Config,
-    ) -> None:
-        self._store, self._prefix = AsyncPrefixStore(prefix, store), prefix
-        self._client, self._config = client, config
+    _base: InitVar[AsyncStoreBase]
+    _prefix: str
+    job: str
+    where: str
+    host: str
+    token: str | None
+    _client: AsyncStore | None
+    _config: Config
+
+    def __post_init__(self, base: AsyncStoreBase) -> None:
+        self.store: AsyncStoreBase = AsyncPrefixStore(self._prefix, base)
+        """The part of the store that belongs to this service, for further keys of its own."""
         self._published: dict[str, PeerRecord] = {}
-        self.job, self.where, self.host, self.token = job, where, host, token
 
     @classmethod
     async def open(cls, job: str | AsyncStoreBase, service: str, *, config: Config, timeout: Timeout = None) -> Self:
@@ -152,22 +136,16 @@ class JobDirectory:
 
     async def _agreed_token(self, proposed: str) -> str:
         """Return the token that the first process of the job has stored."""
-        return (await self._store.compare_set(_TOKEN, "", proposed)).decode()
-
-    @property
-    def store(self) -> AsyncStoreBase:
-        """The part of the store that belongs to this service, for further keys of its own."""
-        return self._store
+        return (await self.store.compare_set(_TOKEN, "", proposed)).decode()
 
     async def publish(self, record: PeerRecord) -> None:
         """Publish a record, or replace that of this port under this name."""
-        await self._store.set(record.key, record.encode(), ephemeral=True)
+        await self.store.set(record.key, record.encode(), ephemeral=True)
         self._published[record.key] = record
 
     async def withdraw(self, record: PeerRecord) -> None:
-        """Delete a record."""
         self._published.pop(record.key, None)
-        await self._store.delete_key(record.key)
+        await self.store.delete_key(record.key)
 
     async def keep(self, use_token: Callable[[str], object]) -> None:
         """Connect to each store that follows at the job's address when one is lost for good, and publish the records there.
@@ -178,7 +156,7 @@ class JobDirectory:
         """
         while True:
             try:
-                async with self._store.watch(_TOKEN) as changes:
+                async with self.store.watch(_TOKEN) as changes:
                     async for _ in changes:
                         pass
             except StoreError as error:
@@ -186,7 +164,7 @@ class JobDirectory:
             if self._client is None:
                 return
             self._client = await self._client.successor()
-            self._store = AsyncPrefixStore(self._prefix, self._client)
+            self.store = AsyncPrefixStore(self._prefix, self._client)
             # An error of the store is that of the next watch, too.
             with contextlib.suppress(StoreError):
                 if not self._config.token:
@@ -198,7 +176,7 @@ class JobDirectory:
 
     async def names(self) -> list[str]:
         """Return the names under which there are records."""
-        keys = await self._store.list_keys("at/")
+        keys = await self.store.list_keys("at/")
         return list(dict.fromkeys(unquote(key.split("/")[1]) for key in keys if key.count("/") == 2))
 
     @contextlib.asynccontextmanager
@@ -210,14 +188,13 @@ class JobDirectory:
             ...     async for change in changes:
             ...         print(change.record or f"{change.id} has ended")
         """
-        async with self._store.watch_keys(_folder(name)) as changes:
+        async with self.store.watch_keys(_folder(name)) as changes:
             yield _RecordChanges(changes)
 
     async def records(self, name: str) -> list[PeerRecord]:
-        """Return the records that are under a name now."""
-        keys = await self._store.list_keys(_folder(name))
+        keys = await self.store.list_keys(_folder(name))
         # A comparison that fails reads a key without waiting for it.
-        values = await asyncio.gather(*[self._store.compare_set(key, _ABSENT, _ABSENT) for key in keys])
+        values = await asyncio.gather(*[self.store.compare_set(key, _ABSENT, _ABSENT) for key in keys])
         return [PeerRecord.decode(value) for value in values if value != _ABSENT]
 
     async def close(self) -> None:

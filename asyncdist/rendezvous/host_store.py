@@ -48,8 +48,7 @@ class ServerHandle:
     async def open(self, host: str, port: int, *, token: str | None, config: Config) -> StoreServer:
         """Start the server, or share the one that this process serves at that address with the same token.
 
-        Raises:
-            AddressError: Another process uses the port, or this process serves it with another token.
+        Raises AddressError if another process uses the port, or this process serves it with another token.
         """
         self._loop = background_loop().loop
         return await on_loop(self._loop, self._open(host, port, token, config))

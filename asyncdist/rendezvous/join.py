@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline
-from asyncdist.base.descriptors import is_exhausted
+from asyncdist.base.descriptors import ClosingOnError, is_exhausted
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.errors import (
@@ -38,7 +38,7 @@ from asyncdist.rendezvous.addresses import advertised, probe, reachable
 from asyncdist.rendezvous.host_store import ServerHandle
 from asyncdist.rendezvous.init_method import url_of
 from asyncdist.rendezvous.record_store import AddressRecord, AsyncStoreRecords, RecordStore
-from asyncdist.rendezvous.session import FIRST_NOTICE, Keys, RendezvousSession, TimeLimit
+from asyncdist.rendezvous.session import FIRST_NOTICE, RendezvousSession, TimeLimit
 from asyncdist.store.client.aio import AsyncStore
 
 if TYPE_CHECKING:
@@ -55,8 +55,6 @@ _WITHDRAW_TIMEOUT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class WorldSpec:
-    """The world that a rank joins."""
-
     name: str
     rank: int
     world_size: int
@@ -87,38 +85,23 @@ class WorldSpec:
     ) -> RendezvousSession:
         """Return the session of this rank. Raises AddressError without an address to advertise."""
         listen_host = advertised(client.host, self.config)
-        session = RendezvousSession(
-            record,
-            self.rank,
-            client,
-            token=token,
-            listen_host=listen_host,
-            where=where,
-            limit=self.limit,
-            server=server,
-        )
+        session = RendezvousSession(record, self.rank, client, token, listen_host, where, self.limit, server)
         session.store.set_timeout(self.config.timeout)
         return session
 
 
+@dataclass(eq=False)
 class RetryLater(Exception):
-    """An attempt did not find rank 0's store; a later one may.
+    """An attempt did not find rank 0's store; a later one may."""
 
-    Args:
-        seen: The reason, for the message of a timeout.
-        refusal: The error to raise if all attempts of `_REFUSAL_GRACE` seconds fail with one.
-        slow: Whether nothing answered, so that a longer attempt may succeed.
-        cut_short: Whether the deadline of the rendezvous ended the attempt.
-    """
-
-    def __init__(
-        self, seen: str, refusal: AsyncdistError | None = None, *, slow: bool = False, cut_short: bool = False
-    ) -> None:
-        super().__init__(seen)
-        self.seen = seen
-        self.refusal = refusal
-        self.slow = slow
-        self.cut_short = cut_short
+    seen: str
+    """The reason, for the message of a timeout."""
+    refusal: AsyncdistError | None = None
+    """The error to raise if all attempts of `_REFUSAL_GRACE` seconds fail with one."""
+    slow: bool = False
+    """Whether nothing answered, so that a longer attempt may succeed."""
+    cut_short: bool = False
+    """Whether the deadline of the rendezvous ended the attempt."""
 
 
 # -- rank 0 ---------------------------------------------------------------------------------------
@@ -139,9 +122,6 @@ async def host_world(
 
     Args:
         stack: Owns what is opened, until the returned session does.
-        host: Address on which to serve.
-        port: Port on which to serve; 0 picks a free one.
-        token: The token of the store, None without one.
         records: Where to publish the address; None if every rank knows it as ``known_as:port``.
         known_as: The host that the other ranks were given.
         note: A remark for error messages that name the address.
@@ -218,8 +198,7 @@ async def _claimant(world: WorldSpec, old: AddressRecord, patience: float) -> by
     client = await world.connect(old.host, old.port, token, patience)
     try:
         client.set_timeout(patience)
-        keys = Keys(old.world_id)
-        joined, left = keys("joined", 0), keys("left", 0)
+        joined, left = old.key("joined", 0), old.key("left", 0)
         if await client.check([joined]) and not await client.check([left]):
             return await client.get(joined)
         return None
@@ -229,70 +208,55 @@ async def _claimant(world: WorldSpec, old: AddressRecord, patience: float) -> by
 
 # -- other ranks ----------------------------------------------------------------------------------
 
-Locate = Callable[[float], Awaitable[tuple[AsyncStore, AddressRecord, str | None]]]
+Found = tuple[AsyncStore, AddressRecord, str | None]
+"""A client of rank 0's store, the record of the world, and the token of the store."""
+Locate = Callable[[float], Awaitable[Found]]
 """Connect to rank 0's store within a number of seconds; raises `RetryLater`."""
 
 
-def by_address(world: WorldSpec, host: str, port: int, token: str | None) -> Locate:
+async def by_address(world: WorldSpec, host: str, port: int, token: str | None, patience: float) -> Found:
     """Locate rank 0's store by the address that every rank was given."""
-
-    async def locate(patience: float) -> tuple[AsyncStore, AddressRecord, str | None]:
-        error: Exception | None = None
+    error: Exception | None = None
+    try:
+        addresses = await reachable(host, world.config, world.limit.deadline)
+    except LookUpTimeoutError as late:
+        raise RetryLater(str(late), cut_short=True) from None
+    for address in addresses:
         try:
-            addresses = await reachable(host, world.config, world.limit.deadline)
-        except LookUpTimeoutError as late:
-            raise RetryLater(str(late), cut_short=True) from None
-        for address in addresses:
-            try:
-                client = await world.connect(address, port, token, patience)
-            except StoreError as failed:
-                error = failed
-                continue
+            client = await world.connect(address, port, token, patience)
+        except StoreError as failed:
+            error = failed
+            continue
+        async with ClosingOnError(client):
             try:
                 record = AddressRecord.decode(await client.get(world.key))
-                if record is None:
-                    raise RetryLater("the world that was served there has ended")
-                return client, record, token
             except StoreError as failed:
-                await client.close()
                 raise RetryLater(f"rank 0's store answers, and does not hold the world {world.name!r}") from failed
-            except BaseException:
-                await client.close()
-                raise
-        raise RetryLater(_why(error), slow=_is_slow(error))
-
-    return locate
+            if record is None:
+                raise RetryLater("the world that was served there has ended")
+            return client, record, token
+    raise RetryLater(_why(error), slow=_is_slow(error))
 
 
-def by_record(world: WorldSpec, records: RecordStore) -> Locate:
+async def by_record(world: WorldSpec, records: RecordStore, patience: float) -> Found:
     """Locate rank 0's store by the record that rank 0 publishes."""
-
-    async def locate(patience: float) -> tuple[AsyncStore, AddressRecord, str | None]:
-        record = AddressRecord.decode(await records.read())
-        if record is None:
-            raise RetryLater("rank 0 has not published its address there")
-        token = _token(record, world.config)
-        try:
-            return await world.connect(record.host, record.port, token, patience), record, token
-        except AuthenticationError as refusal:
-            raise RetryLater(
-                f"the store at {record.host}:{record.port} refused the token of this rank", refusal
-            ) from None
-        except (StoreError, ProtocolError, AddressError) as failed:
-            raise RetryLater(
-                f"the published address {record.host}:{record.port} cannot be used: {_why(failed)}",
-                slow=_is_slow(failed),
-            ) from None
-
-    return locate
+    record = AddressRecord.decode(await records.read())
+    if record is None:
+        raise RetryLater("rank 0 has not published its address there")
+    token, where = _token(record, world.config), f"{record.host}:{record.port}"
+    try:
+        return await world.connect(record.host, record.port, token, patience), record, token
+    except AuthenticationError as refusal:
+        raise RetryLater(f"the store at {where} refused the token of this rank", refusal) from None
+    except (StoreError, ProtocolError, AddressError) as failed:
+        why = f"the published address {where} cannot be used: {_why(failed)}"
+        raise RetryLater(why, slow=_is_slow(failed)) from None
 
 
 def _token(record: AddressRecord, config: Config) -> str | None:
-    if record.token is not None and config.token is not None:
-        text = "rank 0 was started without ASYNCDIST_TOKEN, and this rank with one"
-        raise RetryLater(text, AuthenticationError(text))
-    if record.token is None and config.token is None:
-        text = "rank 0 was started with ASYNCDIST_TOKEN, and this rank without one"
+    if (record.token is None) == (config.token is None):
+        zero, own = ("with", "without") if config.token is None else ("without", "with")
+        text = f"rank 0 was started {zero} ASYNCDIST_TOKEN, and this rank {own} one"
         raise RetryLater(text, AuthenticationError(text))
     return record.token or config.token
 
@@ -309,10 +273,8 @@ def _is_slow(error: Exception | None) -> bool:
 async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, where: str) -> RendezvousSession:
     """Join the world that rank 0 hosts; retry until the world is found or the deadline passes.
 
-    Args:
-        stack: Owns what is opened, until the returned session does.
-        locate: `by_address` or `by_record`.
-        where: Name of the meeting point, for error messages.
+    ``stack`` owns what is opened, until the returned session does. ``locate`` is `by_address` or `by_record`, and ``where``
+    the name of the meeting point in messages.
 
     Raises:
         RendezvousTimeoutError: Rank 0 was not found in time.
@@ -327,12 +289,9 @@ async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, wh
     async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, world.limit.deadline):
         try:
             client, record, token = await locate(patience)
-            try:
+            async with ClosingOnError(client):
                 session = world.open_session(record, client, token, where)
                 await _claim(world, record, client, session)
-            except BaseException:
-                await client.close()
-                raise
             stack.push_async_callback(client.close)
             session.adopt(stack)
             return session

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
-from asyncdist.base.background_loop import on_loop
+from asyncdist.base.background_loop import cancel_all, on_loop
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.descriptors import open_trusted
 from asyncdist.base.error_text import first_line
@@ -52,6 +52,10 @@ class AddressRecord:
     world_id: str
     world_size: int
     status: tuple[tuple[int, str, int], ...] = ()
+
+    def key(self, *parts: object) -> str:
+        """Return the name of a key of the world in rank 0's store."""
+        return "/".join(("world", self.world_id, *map(str, parts)))
 
     def encode(self) -> bytes:
         return json.dumps({"asyncdist": 1, **asdict(self)}).encode()
@@ -98,7 +102,6 @@ class BlockingCaller:
         return future.result()
 
     def close(self) -> None:
-        """End the thread."""
         self._executor.shutdown(cancel_futures=True)
 
 
@@ -187,8 +190,7 @@ class DaemonRecords(AsyncStoreRecords):
 
     async def close(self) -> None:
         if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.wait([self._keeping])
+            await cancel_all(self._keeping)
         await self._client.close()
 
 

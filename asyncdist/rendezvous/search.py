@@ -10,6 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from typing import Any, Generic, Self, TypeVar
 
+from asyncdist.base.background_loop import cancel_all
 from asyncdist.base.backoff import Backoff
 from asyncdist.errors import PeerLostError
 from asyncdist.rendezvous.directory import JobDirectory, PeerRecord, RecordChange
@@ -25,12 +26,7 @@ _NEXT = 0.5
 class JobSearch(ABC, Generic[T]):
     """Connects to the processes that have published a name, and again to those that do not answer, in ``async with``.
 
-    Args:
-        directory: The records of the job.
-
-    Attributes:
-        found: What the processes offer, by their ids.
-        seen: For each process its name, or why it does not answer.
+    ``found`` is what the processes offer, by their ids. ``seen`` has for each its name, or why it does not answer.
     """
 
     def __init__(self, directory: JobDirectory, name: str) -> None:
@@ -65,10 +61,7 @@ class JobSearch(ABC, Generic[T]):
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await cancel_all(*self._tasks.values())
 
     async def first(self) -> T:
         """Return what the first process offers that answers. It tries them in turn, and does not wait for slow ones."""

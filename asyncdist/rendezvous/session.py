@@ -23,6 +23,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from asyncdist.base.background_loop import cancel_all
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline
 from asyncdist.errors import (
@@ -52,16 +53,6 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
-    """The names of a world's keys."""
-
-    world_id: str
-
-    def __call__(self, *parts: object) -> str:
-        return "/".join(("world", self.world_id, *map(str, parts)))
-
-
-@dataclass(frozen=True, slots=True)
 class TimeLimit:
     """The time limit of one rendezvous: the user's timeout in seconds, and its deadline."""
 
@@ -69,44 +60,32 @@ class TimeLimit:
     deadline: Deadline
 
 
+@dataclass(eq=False, repr=False)
 class RendezvousSession:
     """This rank's place in a world. It belongs to the loop that created it; close it when the world is destroyed.
 
     Attributes:
-        rank: Rank of this process.
-        world_size: Number of ranks.
-        world_id: Identifier of the world, equal on every rank and never used twice.
         token: The job's token; None without one.
         listen_host: The address on which to listen, and which peers dial.
-        server: The store's server on rank 0; None on other ranks.
         where: The meeting point for messages: a ``tcp://`` URL of rank 0's store, or the name of the record store.
+        server: The store's server on rank 0; None on other ranks.
+        world_id: Identifier of the world, equal on every rank and never used twice.
         store: A store for the members of the world.
     """
 
-    def __init__(
-        self,
-        record: AddressRecord,
-        rank: int,
-        client: AsyncStore,
-        *,
-        token: str | None,
-        listen_host: str,
-        where: str,
-        limit: TimeLimit,
-        server: StoreServer | None = None,
-    ) -> None:
-        self.rank = rank
-        self.world_size = record.world_size
-        self.world_id = record.world_id
-        self.token = token
-        self.listen_host = listen_host
-        self.where = where
-        self.server = server
-        self.keys = Keys(record.world_id)
-        self.store = AsyncPrefixStore(self.keys("kv"), client)
-        self._record = record
-        self._client = client
-        self._limit = limit
+    _record: AddressRecord
+    rank: int
+    _client: AsyncStore
+    token: str | None
+    listen_host: str
+    where: str
+    _limit: TimeLimit
+    server: StoreServer | None = None
+
+    def __post_init__(self) -> None:
+        self.world_size, self.world_id = self._record.world_size, self._record.world_id
+        self.keys = self._record.key
+        self.store = AsyncPrefixStore(self.keys("kv"), self._client)
         self._resources = AsyncExitStack()
         self._records: RecordStore | None = None
         self._exchanges = 0
@@ -184,9 +163,7 @@ class RendezvousSession:
         except StoreConnectionError as error:
             raise self._host_lost() from error
         finally:
-            failed.cancel()
-            done.cancel()
-            await asyncio.gather(failed, done, return_exceptions=True)
+            await cancel_all(failed, done)
 
     def _payload_keys(self, exchange: int) -> list[str]:
         return [self.keys("payload", exchange, rank) for rank in range(self.world_size)]
@@ -215,9 +192,7 @@ class RendezvousSession:
         except StoreTimeoutError:
             return await self._give_up(keys, limit)
         finally:
-            values.cancel()
-            offering.cancel()
-            await asyncio.gather(values, offering, return_exceptions=True)
+            await cancel_all(values, offering)
 
     async def _presence(self, keys: list[str]) -> tuple[list[int], list[int]]:
         """Return the ranks whose keys are present, and the others."""
@@ -228,8 +203,7 @@ class RendezvousSession:
     async def _give_up(self, keys: list[str], limit: TimeLimit) -> list[bytes]:
         """Write a timeout error in place of the missing payloads, so that every waiting rank raises it.
 
-        Returns:
-            The values of ``keys``: only payloads, if the last of them arrived just now.
+        Returns the values of ``keys``: only payloads, if the last of them arrived just now.
         """
         joined, missing = await self._presence(keys)
         failure = _failure(joined=joined, missing=missing, timeout=limit.timeout)
@@ -289,8 +263,7 @@ class RendezvousSession:
             while self.server is not None and self.server.num_connections > 1 and not left.done():
                 await asyncio.wait([left], timeout=backoff.next_pause())
         finally:
-            left.cancel()
-            await asyncio.gather(left, return_exceptions=True)
+            await cancel_all(left)
 
     async def _fail_pending_exchanges(self) -> None:
         """Fail the exchanges that wait for this rank's payload, on the ranks that wait now or later."""

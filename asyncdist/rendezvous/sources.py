@@ -12,8 +12,10 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import quote
 
+from asyncdist.base.background_loop import cancel_all
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.daemon_threads import run_in_daemon_thread
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.base.error_text import describe_error, first_line
 from asyncdist.config import Config
 from asyncdist.environment import Launch
@@ -98,11 +100,9 @@ def torch_store_at(host: str, port: int) -> Any:
 
 
 def check_token(host: str | None, config: Config, why: str) -> None:
-    """Raise AuthenticationError if ranks on other hosts would meet at ``host`` without a token.
+    """Raise AuthenticationError, with the reason, if ranks on other hosts would meet at a store without a token.
 
-    Args:
-        host: Host of the store; None if no network reaches it.
-        why: The reason, for the message.
+    A ``host`` of None stands for a store that no network reaches.
     """
     if host is not None and unguarded([host], config.token, config):
         raise AuthenticationError(
@@ -143,11 +143,8 @@ async def _open_agent_store(method: InitMethod, key: str, config: Config, limit:
                 "torchrun agent, unset TORCHELASTIC_USE_AGENT_STORE"
             )
         caller = BlockingCaller()
-        try:
+        with ClosingOnError(caller):
             store = await caller(torch_client, method.host, method.port, limit.deadline.remaining())
-        except BaseException:
-            caller.close()
-            raise
     except AuthenticationError:
         raise
     except (RuntimeError, OSError) as error:  # torch's network errors are RuntimeErrors
@@ -179,8 +176,7 @@ async def connect_natively(method: InitMethod, config: Config, limit: TimeLimit)
         )
         return await connecting if connected() or not accepts_torch else None
     finally:
-        connecting.cancel()
-        await asyncio.wait([connecting])
+        await cancel_all(connecting)
 
 
 async def wait_until_listening(method: InitMethod, where: str, limit: TimeLimit) -> None:

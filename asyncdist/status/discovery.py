@@ -12,6 +12,7 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from asyncdist.base.backoff import Backoff
@@ -36,12 +37,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5
 
 @dataclass
 class PublishedWorld:
-    """A world as its records describe it.
-
-    Attributes:
-        ports: Host and port of each rank's status port, by rank.
-        token: The token of the job; None without one.
-    """
+    """A world as its records describe it. ``ports`` are host and port of each rank's status port, by rank."""
 
     world_id: str
     world_size: int
@@ -100,14 +96,12 @@ async def wait_for_worlds(method: InitMethod, config: Config, timeout: float) ->
 
 
 def described(method: InitMethod) -> str:
-    """Return the meeting point in words."""
     if method.kind == "file":
         return f"file://{method.path}"
     return f"{method.host}:{method.port}" + (f", job {method.path!r}" if method.path else "")
 
 
 async def _values(method: InitMethod, config: Config, timeout: float) -> list[bytes]:
-    """Return the values that may be records."""
     values = []
     if method.kind == "file":
         refusal = None
@@ -158,11 +152,8 @@ def _torch_values(method: InitMethod, timeout: float) -> list[bytes]:
             f"{method.host}:{method.port} serves torch's own TCPStore, which knows no jobs: leave out /{method.path}"
         )
     try:
-        store = torch_client(method.host, method.port, timeout)
-        listed = getattr(store, "list_keys", None)
-        if listed is None:
-            raise UsageError("torch's TCPStore cannot list its keys in this version: asyncdist top needs torch 2.13")
-        keys = [key.removeprefix("/") for key in listed()]
+        store: Any = torch_client(method.host, method.port, timeout)
+        keys = [key.removeprefix("/") for key in store.list_keys()]
         return [bytes(store.get(key)) for key in keys if any(part in key for part in _PARTS)]
     except RuntimeError as error:  # torch's stores raise RuntimeError and subclasses
         raise RendezvousError(

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.base.error_text import describe_error
 from asyncdist.errors import AsyncdistError
 from asyncdist.kernel import Endpoint
@@ -28,12 +29,7 @@ class Gathered(NamedTuple):
 
 
 class StatusGathering:
-    """The questions of one rank to the others. It keeps its connections until `close`.
-
-    Args:
-        addresses: The status port of each rank, by rank; None for a rank without one.
-        security: The settings of the handshake with them.
-    """
+    """The questions of one rank to the others, at the address of each, by rank. It keeps its connections until `close`."""
 
     def __init__(self, endpoint: Endpoint, addresses: Sequence[Address | None], security: Security) -> None:
         self._endpoint, self._addresses, self._security = endpoint, addresses, security
@@ -71,7 +67,6 @@ class StatusGathering:
         return Gathered(answers, silent)
 
     def close(self) -> None:
-        """Close the connections, and stop asking."""
         for task in self._asking.values():
             task.cancel()
         for connection in self._connections.values():
@@ -92,11 +87,8 @@ class StatusGathering:
             return await self._ask_over(connection, rank, question)
 
     async def _ask_over(self, connection: LoopSocket, rank: int, question: Mapping[str, Any]) -> dict[str, Any]:
-        try:
+        with ClosingOnError(connection):
             answer: dict[str, Any] = await connection.ask(question)
-        except BaseException:
-            connection.close()
-            raise
         self._connections[rank] = connection
         return answer
 

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from asyncdist.base.background_loop import observing_loop
@@ -39,9 +39,7 @@ _MOST_QUESTION_NBYTES = 1 << 16
 class StatusPort:
     """Listens from its creation, and answers once `serve` was called. `close` it with the world.
 
-    Args:
-        host: The address of this machine at which it listens.
-        config: The settings of the world, with its token.
+    ``config`` are the settings of the world, with its token.
     """
 
     def __init__(self, host: str, config: Config) -> None:
@@ -51,7 +49,7 @@ class StatusPort:
         self.address: Address = host, self._sock.getsockname()[1]
         self._loop: asyncio.AbstractEventLoop | None = None
         """The loop of all status ports; None until something connects to this one."""
-        self._acceptor: Acceptor[LoopSocket] | None = None
+        self._acceptor: Acceptor | None = None
         self._viewers: EvictingQueue[LoopSocket] = EvictingQueue(_MOST_VIEWERS, LoopSocket.close)
         """The authenticated connections, those that have asked nothing for the longest time first."""
         self._closed = False
@@ -60,15 +58,9 @@ class StatusPort:
         self._describe: Details = dict
 
     def serve(self, endpoint: Endpoint, addresses: Sequence[Address | None], describe: Details) -> None:
-        """Begin to answer.
+        """Begin to answer, with further values for this rank that ``describe`` returns, on the port's own thread.
 
-        Args:
-            addresses: The status ports of all ranks, by rank.
-            describe: Returns further values for the answers of this rank. It is called on the port's own thread.
-
-        Raises:
-            RendezvousError: The process has no free descriptor.
-            RuntimeError: The process can start no thread.
+        Raises RendezvousError without a free descriptor, and RuntimeError if the process can start no thread.
         """
         self._endpoint, self._addresses, self._describe = endpoint, addresses, describe
         periodic_calls.call_when_readable(self._sock.fileno(), self._attend)
@@ -110,7 +102,7 @@ class StatusPort:
             assert self._loop is not None
             self._security = status_security(self._endpoint.world_id, self._config.token, self._tls)
             self._acceptor = Acceptor(
-                self._sock, self._prove, self._serve, what=f"rank {self._endpoint.rank}: the status port",
+                self._sock, self._accept, what=f"rank {self._endpoint.rank}: the status port",
                 most=_MOST_HANDSHAKES, timeout=self._config.handshake_timeout, loop=self._loop,
             )  # fmt: skip
 
@@ -122,8 +114,8 @@ class StatusPort:
 
     # -- connections -------------------------------------------------------------------------------
 
-    async def _prove(self, sock: socket.socket) -> LoopSocket:
-        return await accept(sock, self._security)
+    async def _accept(self, sock: socket.socket) -> Coroutine[Any, Any, None]:
+        return self._serve(await accept(sock, self._security))
 
     async def _serve(self, connection: LoopSocket) -> None:
         assert self._endpoint is not None

@@ -25,13 +25,10 @@ _MARGIN = 2.0
 
 
 class JobViewer:
-    """A viewer of one job.
+    """A viewer of the ``job`` at an init method, or ``host:port``.
 
-    Args:
-        job: The address of the job: an init method, or ``host:port``.
-        config: The settings: token and TLS.
-        timeout: Seconds to find the job, and a rank of it that answers.
-        world: The id of the world to show, or its beginning; by default the one with the most ranks.
+    It has ``timeout`` seconds to find the job, and a rank of it that answers. It shows the world whose id begins with
+    ``world``; by default the one with the most ranks.
     """
 
     def __init__(self, job: str, config: Config, *, timeout: float = 10.0, world: str = "") -> None:
@@ -50,7 +47,6 @@ class JobViewer:
         self.close()
 
     def close(self) -> None:
-        """Close the connection to the rank."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -75,9 +71,7 @@ class JobViewer:
             StoreConnectionError: Its store cannot be reached.
             AuthenticationError: The token is not that of the job.
         """
-        question = {
-            "gather": True, "calls": calls, "window": window, "stacks": list(stacks), "limit": limit,
-        }  # fmt: skip
+        question = {"gather": True, "calls": calls, "window": window, "stacks": list(stacks), "limit": limit}
         if self._connection is not None:
             answer = await self._answer(self._connection, question)
             if answer is not None:

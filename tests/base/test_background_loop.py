@@ -234,7 +234,7 @@ def test_failed_thread_start_raises_except_at_exit(monkeypatch):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    monkeypatch.setattr("asyncdist.base.background_loop._current", None)
+    monkeypatch.setattr("asyncdist.base.background_loop._loops", {})
     with pytest.raises(RuntimeError, match="can't create new thread"):
         background_loop()
     monkeypatch.setattr("asyncdist.base.lifecycle._ending", True)

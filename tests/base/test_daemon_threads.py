@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import multiprocessing
-import os
 import sys
 import threading
 import weakref
@@ -26,11 +25,14 @@ def threads_named(name):
     return [each for each in threading.enumerate() if each.name.startswith(name)]
 
 
-def test_pool_call_returns_its_value_or_raises(pool):
+async def test_pool_call_returns_its_value_or_raises(pool):
     assert pool.submit(max, 1, 2).result(LONG) == 2
     assert pool.submit(sorted, [1, 2], reverse=True).result(LONG) == [2, 1]
     with pytest.raises(ZeroDivisionError):
         pool.submit(divmod, 1, 0).result(LONG)
+    # A future of asyncio refuses StopIteration.
+    with pytest.raises(RuntimeError, match=r"a call in a thread raised StopIteration\(\)"):
+        await asyncio.wait_for(asyncio.wrap_future(pool.submit(next, iter(()))), LONG)
 
 
 def test_pool_runs_as_many_calls_at_once_as_it_has_threads(pool):
@@ -78,28 +80,21 @@ def test_pool_shutdown_completes_the_submitted_calls(pool):
     assert pool.unfinished == set()
 
 
-def test_pool_shutdown_cancels_waiting_calls_on_request(pool):
+def test_pool_does_not_run_cancelled_calls_also_those_that_its_shutdown_cancels(pool):
     begun, proceed = threading.Barrier(4), threading.Event()
     calls = [pool.submit(lambda: begun.wait(LONG) >= 0 and proceed.wait(LONG)) for _ in range(3)]
     begun.wait(LONG)
-    late = pool.submit(int)
+    called = []
+    late, cancelled = pool.submit(int), pool.submit(called.append, 1)
+    assert cancelled.cancel()
     pool.shutdown(wait=False, cancel_futures=True)
     assert late.cancelled()
     proceed.set()
     assert [call.result(LONG) for call in calls] == [True] * 3
-
-
-def test_pool_does_not_run_a_cancelled_call(pool):
-    proceed, called = threading.Event(), []
-    for _ in range(3):
-        pool.submit(proceed.wait, LONG)
-    assert pool.submit(called.append, 1).cancel()
-    proceed.set()
     pool.shutdown()
     assert called == []
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
 def test_pool_that_grows_runs_calls_that_wait_for_calls_without_a_thread(until):
     pool = DaemonThreadPool("growing", max_threads=2, idle_timeout=0.0, grows=True)
     together = threading.Barrier(7)
@@ -139,12 +134,14 @@ def executor():
     executor.close(lambda: None)
 
 
-def test_executor_logs_a_call_that_leaves_its_thread(executor, caplog):
+@pytest.mark.parametrize(("call", "error"), [(sys.exit, "SystemExit"), (lambda: 1 / 0, "ZeroDivisionError")])
+def test_executor_logs_a_call_that_raises_and_continues(executor, caplog, call, error):
     ended = threading.Event()
-    executor.put(sys.exit)
+    executor.put(call)
     executor.put(ended.set)
     assert ended.wait(60)
-    assert "SystemExit" in caplog.text
+    assert "a call in the executor 'serial' failed" in caplog.text
+    assert error in caplog.text
 
 
 def test_executor_never_overlaps_calls_and_keeps_each_threads_order(executor):
@@ -181,20 +178,6 @@ def test_executor_runs_a_call_inline_unless_one_is_pending(executor):
     assert ended.wait(60)
     assert where[0] is threading.current_thread()
     assert where[1].name == "serial_0"
-
-
-async def test_awaited_call_that_raises_stop_iteration_ends(pool):
-    calling = asyncio.wrap_future(pool.submit(next, iter(())))
-    with pytest.raises(RuntimeError, match=r"a call in a thread raised StopIteration\(\)"):
-        await asyncio.wait_for(calling, LONG)
-
-
-def test_executor_logs_a_call_that_raises_and_continues(executor, caplog):
-    ended = threading.Event()
-    executor.put(lambda: 1 / 0)
-    executor.put(ended.set)
-    assert ended.wait(60)
-    assert "a call in the executor 'serial' failed" in caplog.text
 
 
 def test_executor_keeps_no_reference_to_a_finished_call(executor, until):

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from asyncdist.cli import main
-from asyncdist.config import Config
+from asyncdist.config import Config, variable_of
 from asyncdist.errors import TransportUnavailableError
 from asyncdist.groups.calibration.profile import FEW_LANES, MANY_LANES, MANY_LANES_WITH_THREADS, write_profile
 from asyncdist.kernel.algorithms.selection import Model, explain
@@ -130,7 +130,7 @@ def test_info_lists_device_back_ends_by_preference(monkeypatch):
 def test_info_lists_every_setting_with_value_and_default():
     output = info("--settings", ASYNCDIST_TCP_LANES="4", ASYNCDIST_TOKEN="hush")
     for field in dataclasses.fields(Config):
-        assert row(output, field.metadata["variable"])
+        assert row(output, variable_of(field))
     assert row(output, "ASYNCDIST_TCP_LANES")[1:3] == ["4", str(Config().lanes)]
     assert row(output, "ASYNCDIST_TOKEN")[1] == "(set)"
     assert "hush" not in output
@@ -150,7 +150,7 @@ def test_json_has_everything_but_the_token():
     assert found["machine"]["torch"] == metadata.version("torch")
     assert {each["name"]: each["usable"] for each in found["transports"]}["inproc"] is True
     assert "127.0.0.1" in {each["address"] for each in found["addresses"]}
-    assert set(found["settings"]) == {field.metadata["variable"] for field in dataclasses.fields(Config)}
+    assert set(found["settings"]) == {variable_of(field) for field in dataclasses.fields(Config)}
     assert found["settings"]["ASYNCDIST_TOKEN"]["value"] == "(set)"
     assert "there is no transport 'smh'" in found["problems"][0]
     assert "hush" not in output

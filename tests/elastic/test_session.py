@@ -347,12 +347,6 @@ async def test_member_that_cannot_announce_that_it_has_entered_a_world_has_no_gr
         assert await session.next_group() is not None
 
 
-async def test_group_without_change_ends_the_iteration(job):
-    async with enter(job) as session:
-        groups = [group async for group in session.generations()]
-    assert [group.size() for group in groups] == [1]
-
-
 async def test_session_of_a_blocking_program(job):
     def program():
         state = new_state()

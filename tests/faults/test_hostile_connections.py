@@ -250,16 +250,22 @@ async def test_process_without_descriptors_refuses_connections_without_busy_loop
         (pack_header(pack_key(1, 2, 3), 4, 10, kind=77), "kind 77"),
         (pack_header(pack_key(1, 2, 3), 4, 1 << 20, kind=2), "kind 2"),
         (b"\xff" * HEADER_NBYTES, "the stream is damaged"),
+        *[((pack_header(pack_key(1, 2, 3), 4, 8) + bytes(8))[:nbytes], "connection closed")
+          for nbytes in (HEADER_NBYTES - 1, HEADER_NBYTES, HEADER_NBYTES + 3)],
     ],
-)
-async def test_authenticated_peer_sending_damaged_frames_is_lost(eventually, caplog, frame, says):
+)  # fmt: skip
+async def test_authenticated_peer_that_sends_damaged_frames_or_disconnects_in_one_is_lost(frame, says):
     """Ranks 0 and 1 lose rank 2, and their own group continues."""
     with proxied_world(3, home=asyncio.get_running_loop(), config=Config(token=TOKEN)) as world:
         pair = world.new_group([0, 1])
-        receiving = world.groups[0].recv(torch.zeros(1), 2)
+        receiving = world.groups[0].recv(torch.zeros(2), 2)
         where, world_id = world.proxies[1, 0].target, world.endpoints[0].world_id
+        # A dead rank's listener refuses connections too: only the end of its connection to rank 0 reports the death.
+        world.proxies[0, 2].refuse()
         with await asyncio.to_thread(impostor, where, world_id, 2, TOKEN) as peer:
             peer.sendall(frame)
+            if says == "connection closed":
+                peer.close()
             with pytest.raises(PeerLostError, match=says) as lost:
                 await receiving
             assert lost.value.peer == 2
@@ -283,20 +289,6 @@ async def test_authenticated_peer_may_send_unexpected_messages(eventually):
             await asyncio.gather(*(group.all_reduce(torch.ones(10)) for group in pair.values()))
             flooding.cancel()
             await asyncio.wait([flooding])
-
-
-@pytest.mark.parametrize("nbytes", [HEADER_NBYTES - 1, HEADER_NBYTES, HEADER_NBYTES + 3])
-async def test_authenticated_peer_that_disconnects_mid_message_is_lost(eventually, nbytes):
-    with proxied_world(3, home=asyncio.get_running_loop(), config=Config(token=TOKEN)) as world:
-        receiving = world.groups[0].recv(torch.zeros(2), 2)
-        where, world_id = world.proxies[1, 0].target, world.endpoints[0].world_id
-        # A dead rank's listener refuses connections too: only the end of its connection to rank 0 reports the death.
-        world.proxies[0, 2].refuse()
-        with await asyncio.to_thread(impostor, where, world_id, 2, TOKEN) as peer:
-            peer.sendall((pack_header(pack_key(1, 2, 3), 4, 8) + bytes(8))[:nbytes])
-        with pytest.raises(PeerLostError) as lost:
-            await receiving
-        assert lost.value.peer == 2
 
 
 async def test_rank_evicted_as_unauthenticated_reconnects(caplog, eventually):

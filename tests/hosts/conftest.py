@@ -56,10 +56,6 @@ class Job:
         self.all_say(*order)
         return self.all_hear()
 
-    def one_does(self, rank, *order):
-        self.ranks[rank].say(order)
-        return self.ranks[rank].hear()
-
     def end(self):
         self.all_say("end")
         assert [rank.wait() for rank in self.ranks] == [0] * len(self.ranks)

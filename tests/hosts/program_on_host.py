@@ -3,8 +3,6 @@
 import itertools
 import os
 import signal
-import socket
-import threading
 import time
 
 import torch
@@ -70,41 +68,6 @@ def timed(group, nbytes):
     group.all_reduce(tensor, background=False).result()
     took = time.perf_counter() - begun
     return took, bool((tensor == group.size()).all())
-
-
-def listen(group, address):
-    """Listen for `raw`; return the port."""
-    global _listener
-    _listener = socket.create_server((address, 0))
-    return _listener.getsockname()[1]
-
-
-def accept(group):
-    global _connection
-    _connection, _ = _listener.accept()
-    _listener.close()
-
-
-def connect(group, address, port):
-    global _connection
-    _connection = socket.create_connection((address, port))
-
-
-def raw(group, nbytes):
-    """Send and receive ``nbytes`` bytes over a plain socket, both at once; return the seconds that it took."""
-    outgoing, incoming = bytes(nbytes), bytearray(1 << 20)
-    begun = time.perf_counter()
-    sender = threading.Thread(target=_connection.sendall, args=(outgoing,))
-    sender.start()
-    left = nbytes
-    while left:
-        left -= _connection.recv_into(incoming, min(left, len(incoming)))
-    sender.join()
-    return time.perf_counter() - begun
-
-
-def hang_up(group):
-    _connection.close()
 
 
 def reduce_until_it_fails(group, counts, dies_at):

@@ -245,6 +245,16 @@ class Job:
         )
         assert noticed - since <= 0.2 * TIMEOUT + TIMEOUT + 2 * PERIOD + paused, rank
 
+    def check_losses(self, pairs, since, seed):
+        """Check that each first rank of the pairs has lost the second in time, and nobody else."""
+        assert self.lost.keys() == pairs, seed
+        for (rank, _), noticed in self.lost.items():
+            self.check_in_time(rank, noticed, since)
+
+    def check_death(self, dead, at, seed):
+        self.run(dies=(dead, at))
+        self.check_losses({(rank, dead) for rank in range(self.size) if rank != dead}, at, seed)
+
 
 FEW, MANY = range(40), pytest.param(range(40, 2000), marks=pytest.mark.exhaustive)
 LARGE = [16, 33, 64]
@@ -270,23 +280,14 @@ def test_rank_that_beats_within_the_timeout_and_reaches_all_is_never_lost(seeds,
 @pytest.mark.parametrize("seeds", [FEW, MANY])
 def test_silent_rank_is_lost_on_every_other_rank_and_no_other_rank_is(seeds):
     for seed, job in jobs(seeds):
-        dead, at = job.random.randrange(job.size), job.random.uniform(5.0, 12.0)
-        lost = job.run(dies=(dead, at))
-        assert lost.keys() == {(rank, dead) for rank in range(job.size) if rank != dead}, seed
-        for (rank, _), noticed in lost.items():
-            job.check_in_time(rank, noticed, at)
+        job.check_death(job.random.randrange(job.size), job.random.uniform(5.0, 12.0), seed)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_death_at_every_twentieth_of_a_period(size):
     for dead in range(size):
         for moment in range(60):
-            job = Job(moment, [size])
-            at = 5.0 + moment * PERIOD / 20
-            lost = job.run(dies=(dead, at))
-            assert lost.keys() == {(rank, dead) for rank in range(size) if rank != dead}, (dead, moment)
-            for (rank, _), noticed in lost.items():
-                job.check_in_time(rank, noticed, at)
+            Job(moment, [size]).check_death(dead, 5.0 + moment * PERIOD / 20, (dead, moment))
 
 
 @pytest.mark.parametrize("seeds", [FEW, MANY])
@@ -304,10 +305,8 @@ def test_separated_sides_lose_each_other_and_nobody_on_their_own_side(seeds):
     for seed, job in jobs(seeds):
         side = set(job.random.sample(range(job.size), job.random.randrange(1, job.size)))
         pairs = {(one, two) for one in range(job.size) for two in range(job.size) if (one in side) != (two in side)}
-        lost = job.run(cuts=pairs)
-        assert lost.keys() == pairs, seed
-        for (rank, _), noticed in lost.items():
-            job.check_in_time(rank, noticed, 5.0)
+        job.run(cuts=pairs)
+        job.check_losses(pairs, 5.0, seed)
 
 
 @pytest.mark.parametrize("seeds", [FEW, MANY])

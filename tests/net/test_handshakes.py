@@ -11,10 +11,12 @@ import pytest
 from asyncdist.base.deadline import Deadline
 from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.net.loop_socket import prove
-from asyncdist.net.security.auth import MAGIC, NONCE_NBYTES, HandshakeDriver
+from asyncdist.net.security import auth
+from asyncdist.net.security.auth import ACCEPTED, MAGIC, NONCE_NBYTES, PROOF_NBYTES, HandshakeDriver, accept, dial
 from asyncdist.store.client.blocking_socket import BlockingSocket
 
 TOKEN, PURPOSE = "the token", "test"
+D_NONCE, A_NONCE = b"d" * NONCE_NBYTES, b"a" * NONCE_NBYTES
 LATER = b"what follows the handshake"
 
 
@@ -115,3 +117,53 @@ async def test_stranger_is_refused(drive, side, says, error):
         far.shutdown(socket.SHUT_WR)
         with pytest.raises(error):
             await asyncio.to_thread(drive, near, lambda send: getattr(HandshakeDriver, side)(TOKEN, PURPOSE, send))
+
+
+# -- without sockets --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dialling():
+    """A dialling side, and the list of what it has sent."""
+    sent: list[bytes] = []
+    return HandshakeDriver(dial(TOKEN, PURPOSE, D_NONCE), sent.append), sent
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda proof: bytes(PROOF_NBYTES),
+        lambda proof: proof,
+        lambda proof: auth.proof("wrong", b"a", PURPOSE, D_NONCE + A_NONCE),
+        lambda proof: auth.proof(TOKEN, b"a", PURPOSE, D_NONCE[1:] + b"?" + A_NONCE),
+    ],
+    ids=["nothing", "the dialler's own proof", "proof of another token", "proof of another connection"],
+)
+def test_dialler_refuses_an_acceptor_without_the_token(dialling, answer):
+    dialler, sent = dialling
+    dialler.feed(MAGIC + A_NONCE)
+    with pytest.raises(AuthenticationError, match="could not prove"):
+        dialler.feed(ACCEPTED + answer(sent[1]))
+
+
+def test_replayed_handshake_is_refused(dialling):
+    """A proof covers the nonces of its connection, and the acceptor's nonce is new for each connection."""
+    dialler, recorded = dialling
+    dialler.feed(MAGIC + A_NONCE)
+    HandshakeDriver(accept(TOKEN, PURPOSE, A_NONCE), bytes).feed(b"".join(recorded))
+    with pytest.raises(AuthenticationError):
+        HandshakeDriver(accept(TOKEN, PURPOSE, b"b" * NONCE_NBYTES), bytes).feed(b"".join(recorded))
+
+
+def test_dialler_without_tls_is_told_to_use_tls_before_it_sends_a_proof(dialling):
+    dialler, sent = dialling
+    with pytest.raises(ProtocolError, match="the test requires TLS: set ASYNCDIST_TLS_CA to the certificate authority"):
+        dialler.feed(auth.WANTS_TLS)
+    assert sent == [MAGIC + D_NONCE]
+
+
+def test_other_protocol_is_detected_before_any_proof():
+    sent: list[bytes] = []
+    with pytest.raises(ProtocolError):
+        HandshakeDriver(accept(TOKEN, PURPOSE, A_NONCE), sent.append).feed(b"GET / HTTP/1.1\r\n".ljust(44))
+    assert sent == []

@@ -97,7 +97,7 @@ async def test_silent_peer_is_suspected_read_and_lost(monkeypatch):
     clock = itertools.count(0.0, 0.5)
     monkeypatch.setattr(liveness_module, "monotonic", lambda: next(clock))
     async with channel_pair(heartbeat=0.0) as (near, ours, far, theirs):
-        liveness = ChannelLiveness(5.0, None, lambda: [near])
+        liveness = ChannelLiveness(5.0, None, {near})
         stop_reading(far)
         for _ in range(9):
             far.pulse()

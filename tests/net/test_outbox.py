@@ -75,14 +75,6 @@ def fill(outbox: Outbox, told: list[OutgoingMessage]) -> list[OutgoingMessage]:
     return messages
 
 
-def test_message_that_is_sent_in_part_is_completed_before_the_next_one(pair):
-    outbox, far = pair
-    told: list[OutgoingMessage] = []
-    messages = fill(outbox, told)
-    read_all(outbox, far)
-    assert told == messages
-
-
 @pytest.mark.parametrize("which", [-2, -1], ids=["in part", "not begun"])
 def test_withdrawn_message_leaves_whole_frames(pair, which):
     """The peer gets the rest of a part, and learns of a message of which it does not get all."""

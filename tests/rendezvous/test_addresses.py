@@ -38,29 +38,22 @@ def soon():
 
 
 @pytest.mark.usefixtures("host")
-async def test_name_that_resolves_to_loopback_means_the_outward_address():
-    assert await addresses.reachable("debian", Config(), soon()) == [OURS]
-    assert await addresses.to_listen_on("debian", Config(), soon()) == (OURS, True)
+@pytest.mark.parametrize(
+    ("name", "interface", "listens"),
+    [("debian", None, (OURS, True)), ("debian", "eth0", (OURS, False)), ("dual", None, (OURS, False)),
+     (OURS, None, (OURS, False)), ("localhost", None, ("127.0.0.1", False)), ("127.0.0.1", None, ("127.0.0.1", False)),
+     ("127.3.2.1", None, ("127.3.2.1", False))],
+)  # fmt: skip
+async def test_name_means_an_address_of_this_host_which_is_a_guess_where_it_resolves_to_loopback(
+    name, interface, listens
+):
+    assert await addresses.to_listen_on(name, Config(interface=interface), soon()) == listens
 
 
 @pytest.mark.usefixtures("host")
-async def test_chosen_address_is_no_guess():
-    assert await addresses.to_listen_on("debian", Config(interface="eth0"), soon()) == (OURS, False)
-    assert await addresses.to_listen_on("dual", Config(), soon()) == (OURS, False)
-    assert await addresses.to_listen_on(OURS, Config(), soon()) == (OURS, False)
-
-
-@pytest.mark.usefixtures("host")
-async def test_loopback_by_spelling_is_kept():
-    for spelling in ("localhost", "127.0.0.1"):
-        assert await addresses.to_listen_on(spelling, Config(), soon()) == ("127.0.0.1", False)
-    assert addresses.advertised("127.0.0.1", Config()) == "127.0.0.1"
-    assert await addresses.to_listen_on("127.3.2.1", Config(), soon()) == ("127.3.2.1", False)
-
-
-@pytest.mark.usefixtures("host")
-async def test_addresses_are_sorted_ipv4_first():
-    assert await addresses.reachable("dual", Config(), soon()) == [OURS, "fd00::7"]
+@pytest.mark.parametrize(("name", "dialled"), [("debian", [OURS]), ("dual", [OURS, "fd00::7"])])
+async def test_name_is_dialled_at_addresses_that_are_valid_on_other_hosts_ipv4_first(name, dialled):
+    assert await addresses.reachable(name, Config(), soon()) == dialled
 
 
 @pytest.mark.usefixtures("host")
@@ -72,9 +65,13 @@ async def test_rank_0_on_the_wrong_host_is_refused():
 
 
 @pytest.mark.usefixtures("host")
-def test_the_route_to_the_store_is_advertised():
-    assert addresses.advertised("10.0.0.1", Config()) == OURS
-    assert addresses.advertised("fd00::1", Config()) == "fd00::7"
+@pytest.mark.parametrize(
+    ("store", "interface", "own"),
+    [("10.0.0.1", None, OURS), ("fd00::1", None, "fd00::7"), ("127.0.0.1", None, "127.0.0.1"),
+     ("10.0.0.1", "ib", "10.9.0.7"), ("10.0.0.1", "^lo,ib", OURS), ("127.0.0.1", "=eth0", OURS)],
+)  # fmt: skip
+def test_route_to_the_store_is_advertised_unless_an_interface_is_configured(store, interface, own):
+    assert addresses.advertised(store, Config(interface=interface)) == own
 
 
 def test_loopback_is_not_advertised_to_other_hosts(host, monkeypatch):
@@ -86,14 +83,6 @@ def test_loopback_is_advertised_without_a_network(host, monkeypatch):
     monkeypatch.setattr(addresses, "address_towards", lambda to: None)
     monkeypatch.setattr(addresses, "interface_addresses", lambda: [InterfaceAddress("lo", "127.0.0.1")])
     assert addresses.outward(Config()) == "127.0.0.1"
-
-
-@pytest.mark.usefixtures("host")
-def test_configured_interface_overrides_the_route():
-    assert addresses.advertised("10.0.0.1", Config(interface="ib")) == "10.9.0.7"
-    assert addresses.advertised("10.0.0.1", Config(interface="^lo,ib")) == OURS
-    assert addresses.advertised("127.0.0.1", Config(interface="=eth0")) == OURS
-    assert addresses.outward(Config(interface="ib")) == "10.9.0.7"
 
 
 @pytest.mark.usefixtures("host")
@@ -120,37 +109,32 @@ async def test_name_is_resolved_again_until_it_is_known(monkeypatch, caplog):
     ]
 
 
-@pytest.mark.parametrize("agent_store", [False, True])
-async def test_lookup_cut_short_by_the_deadline_does_not_blame_the_name(meet_as, monkeypatch, agent_store):
+@pytest.mark.parametrize("cut_short_by", ["deadline", "deadline of an agent's store", "clock of the loop"])
+async def test_lookup_that_is_cut_short_does_not_blame_the_name(meet_as, monkeypatch, cut_short_by):
     answers = [["127.0.0.1"]]
 
-    async def look_up(_):
+    async def look_up(*_):
+        if not answers and cut_short_by == "clock of the loop":
+            raise LookUpTimeoutError("cut short")  # and the deadline has not come
         if not answers:
             await asyncio.Event().wait()
         return answers.pop()
 
-    monkeypatch.setattr(addresses, "_look_up", look_up)
     monkeypatch.setattr(addresses, "outward", lambda config: "127.0.0.1")
-    port = free_port()
-    where = Launch(rank=1, world_size=2, master_addr="debian", master_port=port, agent_store=agent_store)
+    if cut_short_by == "clock of the loop":
+        monkeypatch.setattr("asyncdist.rendezvous.join.reachable", look_up)
+    else:
+        monkeypatch.setattr(addresses, "_look_up", look_up)
+    agent_store = cut_short_by == "deadline of an agent's store"
+    where = Launch(rank=1, world_size=2, master_addr="debian", master_port=free_port(), agent_store=agent_store)
     with pytest.raises(RendezvousTimeoutError, match=r"had not found rank 0 .*Connect(ion refused| call failed)"):
         await meet_as(launch=where, config=Config(token="secret"), timeout=0.5)
+
+
+async def test_lookup_that_takes_too_long_is_named(monkeypatch):
+    monkeypatch.setattr(addresses, "_look_up", lambda name: asyncio.Event().wait())
     with pytest.raises(LookUpTimeoutError, match="did not resolve host 'debian' in time"):
         await addresses.resolve("debian", Deadline.after(0.01))
-
-
-async def test_lookup_cut_short_by_the_clock_of_the_loop_does_not_blame_the_name(meet_as, monkeypatch):
-    answers = [["127.0.0.1"]]
-
-    async def reachable(host, config, deadline):
-        if not answers:
-            raise LookUpTimeoutError("cut short")  # and the deadline has not come
-        return answers.pop()
-
-    monkeypatch.setattr("asyncdist.rendezvous.join.reachable", reachable)
-    where = Launch(rank=1, world_size=2, master_addr="debian", master_port=free_port())
-    with pytest.raises(RendezvousTimeoutError, match=r"had not found rank 0 .*Connect(ion refused| call failed)"):
-        await meet_as(launch=where, config=Config(token="secret"), timeout=0.5)
 
 
 @pytest.mark.parametrize("interface", [None, "=lo"])

@@ -32,16 +32,11 @@ def launched(rank, port, run_id="job", host=HOST):
 async def test_agent_store_serves_one_world_after_another(meet_as, agent, token):
     seen = set()
     for _ in range(2):
-        meetings = await asyncio.gather(
-            *(
-                meet_as(world_size=None, launch=launched(rank, agent.port), config=Config(token=token))
-                for rank in range(2)
-            )
-        )
-        assert (
-            await asyncio.gather(*(meeting.exchange(b"%d" % meeting.rank) for meeting in meetings))
-            == [[b"0", b"1"]] * 2
-        )
+        launches = [launched(rank, agent.port) for rank in range(2)]
+        config = Config(token=token)
+        meetings = await asyncio.gather(*(meet_as(world_size=None, launch=each, config=config) for each in launches))
+        exchanged = await asyncio.gather(*(meeting.exchange(b"%d" % meeting.rank) for meeting in meetings))
+        assert exchanged == [[b"0", b"1"]] * 2
         assert {meeting.listen_host for meeting in meetings} == {HOST}
         assert meetings[0].where == f"torchrun's store at {HOST}:{agent.port}"
         seen.add(meetings[1].world_id)
@@ -114,29 +109,23 @@ def outside():
 
 async def test_asyncdist_store_of_an_agent_on_another_host(meet_as, outside, caplog):
     config = Config(token="secret")
-    served = await StoreServer.start(outside, 0, token="secret", config=config)
-    try:
+    async with await StoreServer.start(outside, 0, token="secret", config=config) as served:
         launches = [launched(rank, served.port, host=outside) for rank in range(2)]
         meetings = await asyncio.gather(*(meet_as(world_size=None, launch=one, config=config) for one in launches))
         assert meetings[0].world_id == meetings[1].world_id
         assert caplog.records == []
         await asyncio.gather(*(meeting.close() for meeting in meetings))
-    finally:
-        await served.close()
 
 
 async def test_ranks_with_asyncdist_and_c10d_clients_meet_at_one_agent(meet_as, monkeypatch):
     """If the store accepts both clients, each rank uses the one that connects first."""
     config = Config(token="secret", store_c10d="loopback")
-    served = await StoreServer.start(HOST, 0, token="secret", config=config)
-    try:
+    async with await StoreServer.start(HOST, 0, token="secret", config=config) as served:
         first = await meet_as(world_size=None, launch=launched(0, served.port), config=config)
         monkeypatch.setattr(sources, "_PROBE_DELAY", 0.0)
         second = await meet_as(world_size=None, launch=launched(1, served.port), config=config)
         assert second.world_id == first.world_id
         await asyncio.gather(first.close(), second.close())
-    finally:
-        await served.close()
 
 
 async def test_rank_without_token_at_a_store_that_refuses_c10d_is_told_what_to_set(meet_as):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
@@ -17,22 +18,36 @@ CONFIG = Config(timeout=20.0)
 
 
 @pytest.fixture
-async def job() -> AsyncIterator[str]:
+async def server() -> AsyncIterator[StoreServer]:
+    async with await StoreServer.start("127.0.0.1", 0) as server:
+        yield server
+
+
+@pytest.fixture
+def job(server) -> str:
     """Return the URL of a job at a store server."""
-    server = await StoreServer.start("127.0.0.1", 0)
-    try:
-        yield f"asyncdist://127.0.0.1:{server.port}/a job/with a slash"
-    finally:
-        await server.close()
+    return f"asyncdist://127.0.0.1:{server.port}/a job/with a slash"
+
+
+@pytest.fixture
+async def opened():
+    """Return a function that opens a directory, which ends with the test."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def opened(job, service: str = "test", config: Config = CONFIG) -> JobDirectory:
+            directory = await JobDirectory.open(job, service, config=config)
+            stack.push_async_callback(directory.close)
+            return directory
+
+        yield opened
 
 
 def record(name: str, number: int, about=None) -> PeerRecord:
     return PeerRecord(name, ChannelAddress(f"id{number}", "a process", "host", 1, 2, "x", ("127.0.0.1", 1)), about)
 
 
-async def test_records_are_found_by_name_until_they_are_withdrawn(job):
-    directory = await JobDirectory.open(job, "test", config=CONFIG)
-    other = await JobDirectory.open(job, "test", config=CONFIG)
+async def test_records_are_found_by_name_until_they_are_withdrawn(job, opened):
+    directory, other = await opened(job), await opened(job)
     first, second, third = record("a/b", 1, {"rank": 3}), record("a/b", 2), record("a", 1)
     for each in (first, second, third):
         await directory.publish(each)
@@ -43,12 +58,10 @@ async def test_records_are_found_by_name_until_they_are_withdrawn(job):
     assert (directory.token, directory.host) == (other.token, "127.0.0.1")
     await directory.close()
     assert await other.records("a/b") == []
-    await other.close()
 
 
-async def test_watch_tells_what_is_published_and_ends(job):
-    watching = await JobDirectory.open(job, "test", config=CONFIG)
-    directory = await JobDirectory.open(job, "test", config=CONFIG)
+async def test_watch_tells_what_is_published_and_ends(job, opened):
+    watching, directory = await opened(job), await opened(job)
     first, second = record("name", 1), record("name", 2)
     await directory.publish(first)
     async with watching.watch("name") as changes:
@@ -59,40 +72,31 @@ async def test_watch_tells_what_is_published_and_ends(job):
         ended = [await anext(changes), await anext(changes)]
         assert {change.id for change in ended} == {"id1", "id2"}
         assert [change.record for change in ended] == [None, None]
-    await watching.close()
 
 
-async def test_services_and_jobs_are_kept_apart(job):
-    one = await JobDirectory.open(job, "one", config=CONFIG)
-    others = [
-        await JobDirectory.open(job, "two", config=CONFIG),
-        await JobDirectory.open(job + "x", "one", config=CONFIG),
-    ]
+async def test_services_and_jobs_are_kept_apart(job, opened):
+    one = await opened(job, "one")
     await one.publish(record("name", 1))
-    for other in others:
+    for other in (await opened(job, "two"), await opened(job + "x", "one")):
         assert await other.records("name") == []
         assert other.token != one.token
-    for each in (one, *others):
-        await each.close()
 
 
-async def test_store_of_the_caller_is_used_and_left_open(job):
-    port = int(job.split(":")[2].split("/")[0])
-    async with await AsyncStore.connect("127.0.0.1", port, timeout=20.0) as store:
-        directory = await JobDirectory.open(store, "test", config=CONFIG)
+async def test_store_of_the_caller_is_used_and_left_open(server, opened):
+    async with await AsyncStore.connect("127.0.0.1", server.port, timeout=20.0) as store:
+        directory = await opened(store)
         await directory.publish(record("name", 1))
         assert await directory.names() == ["name"]
         await directory.close()
         assert await store.num_keys() > 0
 
 
-async def test_token_of_the_settings_is_the_token_of_the_job():
-    server = await StoreServer.start("127.0.0.1", 0, token="secret")
-    config = CONFIG.with_(token="secret")
-    directory = await JobDirectory.open(f"asyncdist://127.0.0.1:{server.port}/job", "test", config=config)
-    assert directory.token == "secret"
-    await directory.close()
-    await server.close()
+async def test_token_of_the_settings_is_the_token_of_the_job(opened):
+    async with await StoreServer.start("127.0.0.1", 0, token="secret") as server:
+        config = CONFIG.with_(token="secret")
+        directory = await opened(f"asyncdist://127.0.0.1:{server.port}/job", config=config)
+        assert directory.token == "secret"
+        await directory.close()
 
 
 @pytest.mark.parametrize("url", ["tcp://host:1", "no url", "asyncdist://host/job"])
@@ -126,21 +130,20 @@ used = []
 
 
 @pytest.fixture
-async def kept():
+async def kept(opened):
     """Return a function that opens a directory at a port with `keep` as a task; both end with the test."""
-    made = []
+    tasks = []
     used.clear()
 
-    async def kept(port: int, config: Config = CONFIG) -> JobDirectory:
-        directory = await JobDirectory.open(f"asyncdist://127.0.0.1:{port}/job", "test", config=config)
-        made.append((directory, asyncio.ensure_future(directory.keep(used.append))))
+    async def kept(port: int) -> JobDirectory:
+        directory = await opened(f"asyncdist://127.0.0.1:{port}/job")
+        tasks.append(asyncio.ensure_future(directory.keep(used.append)))
         return directory
 
     yield kept
-    for directory, keeping in made:
+    for keeping in tasks:
         keeping.cancel()
         await asyncio.wait([keeping])
-        await directory.close()
 
 
 async def test_records_are_published_again_in_the_store_that_follows_a_lost_one(kept, caplog):

@@ -17,11 +17,6 @@ ONE = AddressRecord("10.0.0.1", 4000, "secret", "aa", 2)
 TWO = AddressRecord("10.0.0.2", 4001, None, "bb", 2)
 
 
-def test_record_round_trip():
-    assert AddressRecord.decode(ONE.encode()) == ONE
-    assert AddressRecord.decode(TWO.encode()) == TWO
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -159,33 +154,19 @@ async def test_record_of_a_later_rank_0_in_the_new_store_stays(eventually):
     await server.close()
 
 
-def test_folder_holds_one_file_per_world(tmp_path):
-    for name, file in (("", "asyncdist.json"), ("a/b", "asyncdist-a%2Fb.json")):
-        record = RecordFile(str(tmp_path), name)
-        assert record.compare_set("", b"", ONE.encode()) == ONE.encode()
-        assert record.path == tmp_path / file
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["asyncdist-a%2Fb.json", "asyncdist.json"]
-
-
-def test_named_worlds_use_files_with_a_suffix(tmp_path):
-    assert RecordFile(str(tmp_path / "meet"), "").path.name == "meet"
-    assert RecordFile(str(tmp_path / "meet"), "b").path.name == "meet.b"
-
-
-def test_file_is_readable_by_its_owner_only(tmp_path):
-    record = RecordFile(str(tmp_path / "meet"), "")
-    for old, new in ((b"", ONE), (ONE.encode(), TWO)):
-        record.compare_set("", old, new.encode())
-        assert stat.S_IMODE(record.path.stat().st_mode) == 0o600
-
-
-def test_empty_file_is_used(tmp_path):
-    path = tmp_path / "made by tempfile"
-    path.touch()
-    record = RecordFile(str(path), "")
+@pytest.mark.parametrize(
+    ("path", "name", "file"),
+    [("", "", "asyncdist.json"), ("", "a/b", "asyncdist-a%2Fb.json"), ("meet", "", "meet"), ("meet", "b", "meet.b"),
+     ("made by tempfile", "", "made by tempfile")],
+)  # fmt: skip
+def test_each_world_has_a_file_that_its_owner_alone_can_read(tmp_path, path, name, file):
+    (tmp_path / "made by tempfile").touch()
+    record = RecordFile(str(tmp_path / path), name)
+    assert record.path == tmp_path / file
     assert not record.check([""])
-    assert record.compare_set("", b"", ONE.encode()) == ONE.encode()
-    assert record.get("") == ONE.encode()
+    for old, new in ((b"", ONE), (ONE.encode(), TWO)):
+        assert record.compare_set("", old, new.encode()) == record.get("") == new.encode()
+        assert stat.S_IMODE(record.path.stat().st_mode) == 0o600
 
 
 def test_foreign_file_is_not_overwritten(tmp_path):
@@ -224,14 +205,14 @@ async def test_file_that_another_user_may_have_written_is_refused(tmp_path, why)
         await find_worlds(meeting_point(f"file://{path}"), Config(), 1.0)
 
 
-def test_missing_folder_is_refused(tmp_path):
-    with pytest.raises(AddressError, match=r"the folder of file://.*absent/meet does not exist"):
-        RecordFile(str(tmp_path / "absent" / "meet"), "")
-
-
-def test_path_that_is_not_a_file_is_refused():
-    with pytest.raises(AddressError, match="file:///dev/null is neither a file nor a folder"):
-        RecordFile("/dev/null", "").check([""])
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("/absent/meet", "the folder of file:///absent/meet does not exist"),
+     ("/dev/null", "file:///dev/null is neither a file nor a folder")],
+)  # fmt: skip
+def test_path_that_can_be_no_file_is_refused(path, says):
+    with pytest.raises(AddressError, match=says):
+        RecordFile(path, "").check([""])
 
 
 def test_concurrent_compare_and_set_has_one_winner(tmp_path):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from asyncdist.config import Config
-from asyncdist.errors import AuthenticationError, RendezvousError
+from asyncdist.errors import AuthenticationError, GroupAbortedError, RendezvousError
 from asyncdist.kernel.tracing.job_status import job_status
-from asyncdist.net import Acceptor, EvictingQueue, LoopSocket, dial_tcp
+from asyncdist.net import Acceptor, LoopSocket, dial_tcp
 from asyncdist.status import port as port_module
 from asyncdist.status.discovery import status_security
 from asyncdist.status.port import StatusPort
@@ -29,6 +29,18 @@ async def connected(group, token=None, world_id="") -> LoopSocket:
     return await dial_tcp(*world.status_port.address, security)
 
 
+@contextlib.asynccontextmanager
+async def viewed(*ranks, size=1, **options):
+    """Yield the groups of a world, and a connection to the status port of each of some ranks."""
+    async with world_of(size, **options) as groups:
+        with contextlib.ExitStack() as stack:
+            yield groups, *[stack.enter_context(contextlib.closing(await connected(groups[rank]))) for rank in ranks]
+
+
+async def answers(viewer) -> bool:
+    return "ranks" in await viewer.ask(QUESTION)
+
+
 async def refused(host, port):
     """Connect until nothing listens there: another thread closes the port."""
     while True:
@@ -38,25 +50,25 @@ async def refused(host, port):
 
 @pytest.mark.parametrize("asked", [0, 2])
 async def test_any_rank_answers_for_all(asked):
-    async with world_of(3) as groups:
+    async with viewed(asked, size=3) as (groups, viewer):
         await asyncio.gather(*[group.all_reduce(torch.ones(4)) for group in groups])
         pending = [group.barrier() for group in groups[:2]]
-        connection = await connected(groups[asked])
         for _ in range(2):
-            status = job_status(await connection.ask(QUESTION), late=0.0)
+            status = job_status(await viewer.ask(QUESTION), late=0.0)
             assert status.answered_by == asked
             assert [row.state for row in status.rows] == ["pending", "pending", "idle"]
             assert [row.waited_for_by for row in status.rows] == [[], [], [0, 1]]
-        connection.close()
         await asyncio.gather(*pending, groups[2].barrier())
 
 
 async def test_rank_answers_after_its_group_has_failed():
     async with world_of(2) as groups:
+        waiting = groups[1].barrier()
         groups[0].abort("the test aborts")
-        connection = await connected(groups[0])
-        status = job_status(await connection.ask(QUESTION))
-        connection.close()
+        with pytest.raises(GroupAbortedError):
+            await waiting
+        with contextlib.closing(await connected(groups[0])) as viewer:
+            status = job_status(await viewer.ask(QUESTION))
         assert [row.state for row in status.rows] == ["failed", "failed"]
         assert status.rows[1].reason == "rank 0 aborted: the test aborts"
 
@@ -70,81 +82,62 @@ async def test_wrong_token_and_other_protocols_are_refused_and_the_port_goes_on(
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""
         writer.close()
-        connection = await connected(groups[0])
-        assert (await connection.ask(QUESTION))["answered_by"] == 0
-        connection.close()
+        with contextlib.closing(await connected(groups[0])) as viewer:
+            assert await answers(viewer)
 
 
 async def test_proof_for_another_world_of_the_same_token_is_refused():
     async with world_of(1, config=Config(token=TOKEN)) as groups, world_of(1, config=Config(token=TOKEN)) as others:
-        world = groups[0].world
         with pytest.raises(AuthenticationError, match="refused the token"):
             await connected(groups[0], TOKEN, others[0].world.endpoint.world_id)
-        connection = await connected(groups[0], TOKEN)
-        assert (await connection.ask(QUESTION))["world"] == world.endpoint.world_id
-        connection.close()
+        with contextlib.closing(await connected(groups[0], TOKEN)) as viewer:
+            assert (await viewer.ask(QUESTION))["world"] == groups[0].world.endpoint.world_id
 
 
-async def test_silent_connections_give_way_to_a_viewer(monkeypatch, caplog):
+async def test_silent_connections_give_way_to_a_viewer(monkeypatch):
     monkeypatch.setattr(port_module, "_MOST_HANDSHAKES", 4)
     async with world_of(1) as groups:
-        address = groups[0].world.status_port.address
         with contextlib.ExitStack() as stack:
-            strangers = [stack.enter_context(socket.create_connection(address)) for _ in range(20)]
-            connection = await connected(groups[0])
-            assert (await connection.ask(QUESTION))["answered_by"] == 0
-            for oldest in strangers[:17]:
-                assert oldest.recv(1) == b""
-            connection.close()
-    assert len([record for record in caplog.records if "refused" in record.message]) == 2
-    assert "it had not proven the token, and too many connections had not (16)" in caplog.text
+            for _ in range(20):
+                stack.enter_context(socket.create_connection(groups[0].world.status_port.address))
+            with contextlib.closing(await connected(groups[0])) as viewer:
+                assert await answers(viewer)
 
 
 async def test_viewer_that_has_been_idle_for_longest_gives_way(monkeypatch):
     monkeypatch.setattr(port_module, "_MOST_VIEWERS", 3)
-    async with world_of(1) as groups:
-        viewers = [await connected(groups[0]) for _ in range(3)]
+    async with viewed(0, 0, 0) as (groups, *viewers):
         for viewer in (viewers[1], viewers[2], viewers[0]):
             await viewer.ask(QUESTION)
-        viewers.append(await connected(groups[0]))
-        for viewer in (viewers[3], viewers[0], viewers[2]):
-            assert (await viewer.ask(QUESTION))["answered_by"] == 0
+        with contextlib.closing(await connected(groups[0])) as newest:
+            for viewer in (newest, viewers[0], viewers[2]):
+                assert await answers(viewer)
         with pytest.raises((EOFError, OSError)):
             await viewers[1].ask(QUESTION)
-        for viewer in viewers:
-            viewer.close()
 
 
 async def test_rank_whose_connection_of_a_gathering_was_evicted_is_asked_on_a_new_one(monkeypatch):
     monkeypatch.setattr(port_module, "_MOST_VIEWERS", 1)
-    async with world_of(2) as groups:
-        first = await connected(groups[0])
+    async with viewed(0, size=2) as (groups, first):
         assert not (await first.ask(QUESTION))["silent"]
-        second = await connected(groups[1])
-        assert (await second.ask({**QUESTION, "gather": False}))["rank"] == 1
+        with contextlib.closing(await connected(groups[1])) as second:
+            assert (await second.ask({**QUESTION, "gather": False}))["rank"] == 1
         assert not (await first.ask(QUESTION))["silent"]
-        first.close()
-        second.close()
 
 
 @pytest.mark.parametrize("question", [{}, {"gather": True}, [1], None, {**QUESTION, "calls": "all"}])
 async def test_illegible_question_is_answered_with_an_error(question):
-    async with world_of(1) as groups:
-        connection = await connected(groups[0])
-        assert "the question is not legible" in (await connection.ask(question))["error"]
-        assert (await connection.ask(QUESTION))["answered_by"] == 0
-        connection.close()
+    async with viewed(0) as (_, viewer):
+        assert "the question is not legible" in (await viewer.ask(question))["error"]
+        assert await answers(viewer)
 
 
 async def test_question_that_is_too_long_ends_its_connection_and_no_other(caplog, monkeypatch):
     monkeypatch.setattr(port_module, "_MOST_QUESTION_NBYTES", 1000)
-    async with world_of(1) as groups:
-        connection, other = [await connected(groups[0]) for _ in range(2)]
+    async with viewed(0, 0) as (_, viewer, other):
         with pytest.raises((EOFError, OSError)):
-            await connection.ask({"calls": "x" * 1000})
-        assert (await other.ask(QUESTION))["answered_by"] == 0
-        connection.close()
-        other.close()
+            await viewer.ask({"calls": "x" * 1000})
+        assert await answers(other)
     gc.collect()
     assert "rank 0: the status port ended a connection" in caplog.text
     assert "never retrieved" not in caplog.text
@@ -152,11 +145,9 @@ async def test_question_that_is_too_long_ends_its_connection_and_no_other(caplog
 
 async def test_port_ends_with_its_world():
     async with world_of(1) as groups:
-        connection = await connected(groups[0])
-        address = groups[0].world.status_port.address
-    with pytest.raises((EOFError, OSError)):
-        await connection.ask(QUESTION)
-    connection.close()
+        viewer, address = await connected(groups[0]), groups[0].world.status_port.address
+    with contextlib.closing(viewer), pytest.raises((EOFError, OSError)):
+        await viewer.ask(QUESTION)
     with pytest.raises(OSError):
         await refused(*address)
 
@@ -185,41 +176,19 @@ async def test_first_viewer_is_answered_once_the_process_can_start_a_loop(monkey
 
     monkeypatch.setattr(port_module, "observing_loop", fail_first)
     monkeypatch.setattr(port_module, "ACCEPT_AGAIN", 0.01)
-    async with world_of(1) as groups:
-        connection = await connected(groups[0])
-        assert (await connection.ask(QUESTION))["answered_by"] == 0
-        connection.close()
+    async with viewed(0) as (_, viewer):
+        assert await answers(viewer)
     assert failures == []
     assert caplog.text.count("the status port cannot answer, and tries again") == 2
 
 
-async def test_port_that_is_closed_before_a_handshake_has_begun_leaves_no_socket(monkeypatch):
-    async with world_of(1) as groups:
-        port, add = groups[0].world.status_port, EvictingQueue.add
-
-        def close_before(queue, handshake):
-            asyncio.get_running_loop().call_soon(port.close)
-            add(queue, handshake)
-
-        monkeypatch.setattr(EvictingQueue, "add", close_before)
-        reader, writer = await asyncio.open_connection(*port.address)
-        async with asyncio.timeout(60):
-            assert await reader.read() == b""
-        writer.close()
-
-
 async def test_answer_that_fails_is_logged_and_ends_its_connection_alone(caplog, monkeypatch):
-    async with world_of(1) as groups:
-        connection, other = [await connected(groups[0]) for _ in range(2)]
-        recorder = groups[0].world.endpoint.recorder
-        content = recorder.content
-        monkeypatch.setattr(recorder, "content", lambda *_, **__: 1 / 0)
-        with pytest.raises((EOFError, OSError)):
-            await connection.ask(QUESTION)
-        monkeypatch.setattr(recorder, "content", content)
-        assert (await other.ask(QUESTION))["answered_by"] == 0
-        connection.close()
-        other.close()
+    async with viewed(0, 0) as (groups, viewer, other):
+        with monkeypatch.context() as patched:
+            patched.setattr(groups[0].world.endpoint.recorder, "content", lambda *_, **__: 1 / 0)
+            with pytest.raises((EOFError, OSError)):
+                await viewer.ask(QUESTION)
+        assert await answers(other)
     assert "the status port failed to handle a connection" in caplog.text
     assert "ZeroDivisionError" in caplog.text
 

@@ -5,6 +5,7 @@ It is made by `asyncdist.net.connection.port`. All methods are called on its loo
 
 from __future__ import annotations
 
+import array
 import asyncio
 import copy
 import itertools
@@ -13,13 +14,13 @@ import socket
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from asyncdist.base.descriptors import describe_exhaustion
 from asyncdist.errors import PeerLostError, ProtocolError, UsageError
-from asyncdist.net.connection.frames import GOODBYE, SLOTS_FREE, STAGING_READY
+from asyncdist.net.connection.frames import GOODBYE, MOST_DESCRIPTORS, SLOTS_FREE, STAGING_READY
 from asyncdist.net.connection.handshake import Greeting
 from asyncdist.net.connection.inbox import Inbox, InboxOwner
 from asyncdist.net.connection.messages import IncomingMessage, OutgoingMessage
 from asyncdist.net.connection.outbox import Flushed, Outbox
-from asyncdist.net.connection.reader import SocketReader, StreamEnded
 from asyncdist.net.process_identity import has_ended, process_identity
 from asyncdist.net.security.tls import TlsSocket
 
@@ -31,6 +32,15 @@ _numbers = itertools.count()
 _MOST_REASON_NBYTES = 1000
 _LAST_BYTES_TIMEOUT = 2.0
 """Seconds that a closing channel takes to send what it has."""
+_READ_NBYTES = 64 << 10
+"""A read of this size has hundreds of short messages."""
+_FIRST_NBYTES = 4 << 10
+"""What is read while a long message is open: the header of its next part, whose rest is read into its memory."""
+_ANCILLARY_NBYTES = socket.CMSG_SPACE(MOST_DESCRIPTORS * 4) if hasattr(socket, "CMSG_SPACE") else 0
+
+
+class StreamEnded(Exception):
+    """The peer has closed the connection, or it broke; the message is the reason."""
 
 
 class ChannelHandler(Protocol):
@@ -48,14 +58,7 @@ class ChannelHandler(Protocol):
     def received(
         self, channel: PeerChannel, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]
     ) -> None:
-        """Handle a short message.
-
-        Args:
-            channel: Where it came from.
-            head: Its head.
-            buffers: Its buffers, which are read-only.
-            descriptors: The descriptors that came with it; the handler closes them.
-        """
+        """Handle a short message. Its buffers are read-only; the handler closes the descriptors that came with it."""
 
     def opened(self, channel: PeerChannel, message: IncomingMessage) -> None:
         """Note that a long message begins: this is its place in the order of the messages.
@@ -75,8 +78,6 @@ class ChannelHandler(Protocol):
 
 
 class ChannelOwner(Protocol):
-    """The port of a channel."""
-
     handler: ChannelHandler
 
     def heard(self, channel: PeerChannel) -> None: ...
@@ -106,7 +107,7 @@ class PeerChannel(InboxOwner):
         """Whether descriptors may come with messages, because both processes are on one host."""
         self._outbox = Outbox(sock, stages=is_unix and peer.stages, most_nbytes=most_nbytes)
         self._inbox = Inbox(self, most_nbytes=most_nbytes)
-        self._reader = SocketReader(sock, self._inbox, takes_descriptors=is_unix)
+        self._tls = sock if isinstance(sock, TlsSocket) else None
         self._loop = asyncio.get_running_loop()
         self._is_reading = False
         self._flush_scheduled = False
@@ -124,13 +125,12 @@ class PeerChannel(InboxOwner):
             self.fail_by(error)
         if not self.is_open:
             return
-        self._loop.add_reader(self._sock.fileno(), self._on_readable)
-        if isinstance(self._sock, TlsSocket) and self._sock.unread:
-            self._loop.call_soon(self._on_readable)
+        self._loop.add_reader(self._sock.fileno(), self.read_now)
+        if self._tls is not None and self._tls.unread:
+            self._loop.call_soon(self.read_now)
 
     @property
     def is_open(self) -> bool:
-        """Whether the channel has not ended."""
         return self.error is None
 
     def __repr__(self) -> str:
@@ -263,14 +263,15 @@ class PeerChannel(InboxOwner):
 
     # -- receiving ---------------------------------------------------------------------------------
 
-    def _on_readable(self) -> None:
+    def read_now(self) -> None:
+        """Handle what has arrived. Called when the loop reports it, or before."""
         if self.error is not None:
             return
         try:
             # Frames that the handler sends leave together.
             self._is_reading = True
             try:
-                self._reader.read()
+                self._read()
                 self._owner.heard(self)
             except StreamEnded as end:
                 self._ended(str(end))
@@ -282,6 +283,54 @@ class PeerChannel(InboxOwner):
         except BaseException as error:
             self._interrupted(error)
             raise
+
+    def _read(self) -> None:
+        """Read what has arrived, once: long messages straight into their memory. Raises StreamEnded and ProtocolError."""
+        try:
+            self._receive()
+            while self._tls is not None and self._tls.unread and not self._inbox.is_closed:
+                self._receive()
+        except BlockingIOError:
+            return
+        except OSError as cause:
+            raise StreamEnded(cause.strerror or str(cause)) from cause
+        finally:
+            self._inbox.return_slots()
+
+    def _receive(self) -> None:
+        inbox = self._inbox
+        if inbox.room:
+            if self.is_local:
+                assert isinstance(self._sock, socket.socket)
+                count, ancillary, flags, _ = self._sock.recvmsg_into(
+                    inbox.room, _ANCILLARY_NBYTES, socket.MSG_CMSG_CLOEXEC
+                )
+                self._take_descriptors(ancillary, flags)
+            else:
+                count = self._sock.recvmsg_into(inbox.room)[0]
+            if not count:
+                raise StreamEnded("connection closed")
+            inbox.filled(count)
+            return
+        nbytes = _FIRST_NBYTES if inbox.awaits_part else _READ_NBYTES
+        if self.is_local:
+            assert isinstance(self._sock, socket.socket)
+            data, ancillary, flags, _ = self._sock.recvmsg(nbytes, _ANCILLARY_NBYTES, socket.MSG_CMSG_CLOEXEC)
+            self._take_descriptors(ancillary, flags)
+        else:
+            data = self._sock.recv(nbytes)
+        if not data:
+            raise StreamEnded("connection closed")
+        inbox.feed(data)
+
+    def _take_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> None:
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                numbers = array.array("i")
+                numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+                self._inbox.add_descriptors(numbers)
+        if flags & socket.MSG_CTRUNC:
+            raise StreamEnded(f"descriptors of the peer were lost: this process {describe_exhaustion(OSError())}")
 
     def on_short(self, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]) -> None:
         self._owner.handler.received(self, head, buffers, descriptors)
@@ -296,7 +345,6 @@ class PeerChannel(InboxOwner):
         self._owner.handler.withdrawn(self, message)
 
     def on_frame(self, kind: int, body: bytes) -> None:
-        """Handle a frame about the channel itself."""
         if kind == SLOTS_FREE:
             self._outbox.slots_returned(body)
         elif kind == STAGING_READY:
@@ -309,13 +357,8 @@ class PeerChannel(InboxOwner):
         self._wake()
 
     def reply(self, kind: int, body: bytes) -> None:
-        """Send a frame about what the inbox has read."""
         self._outbox.add_frame(kind, body)
         self._wake()
-
-    def read_now(self) -> None:
-        """Handle what has arrived, before the loop reports it."""
-        self._on_readable()
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -344,9 +387,7 @@ class PeerChannel(InboxOwner):
     def fail(self, reason: str, *, last_heard: float | None = None) -> None:
         """End the channel, because the peer is lost or cannot be understood. It is told why, if it still reads.
 
-        Args:
-            reason: Why, as a clause about the peer.
-            last_heard: Seconds since a silent peer was last heard; None for other reasons.
+        ``reason`` is a clause about the peer, ``last_heard`` the seconds since a silent peer was last heard.
         """
         if self.error is None:
             self._outbox.add_frame(GOODBYE, f"this peer was given up: {reason}".encode()[:_MOST_REASON_NBYTES])

@@ -47,7 +47,6 @@ def check_header(nbytes: int, kind: int) -> None:
 
 
 def pack_short(head: bytes, buffers: Sequence[memoryview], num_descriptors: int) -> bytes:
-    """Return a short message as one frame."""
     sizes = [buffer.nbytes for buffer in buffers]
     nbytes = 4 * len(sizes) + len(head) + sum(sizes)
     header = HEADER.pack(nbytes, SHORT, num_descriptors, len(sizes))
@@ -68,7 +67,6 @@ def unpack_short(body: bytes, count: int) -> tuple[bytes, list[memoryview]]:
 
 
 def pack_opening(number: int, head: bytes, sizes: Sequence[int]) -> bytes:
-    """Return the opening of a long message."""
     body = struct.pack(f"<II{len(sizes)}Q", number, len(sizes), *sizes) + head
     return HEADER.pack(len(body), OPENING, 0, 0) + body
 
@@ -89,7 +87,6 @@ def unpack_opening(body: bytes, most: int) -> tuple[int, bytes, tuple[int, ...]]
 
 
 def frame(kind: int, body: bytes = b"", num_descriptors: int = 0) -> bytes:
-    """Return a frame of another kind."""
     return HEADER.pack(len(body), kind, num_descriptors, 0) + body
 
 
@@ -100,11 +97,7 @@ def _ranges(sizes: Sequence[int], at: int) -> Iterator[tuple[int, int]]:
 
 
 class BufferCursor:
-    """A position in the bytes of several buffers in a row.
-
-    Args:
-        buffers: Contiguous memories of bytes.
-    """
+    """A position in the bytes of several buffers in a row, each a contiguous memory."""
 
     __slots__ = ("_buffers", "_index", "_offset", "left")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.errors import ProtocolError
 from asyncdist.net.loop_socket import AnySocket, LoopSocket
 from asyncdist.net.network import machine_name, namespace
@@ -28,19 +29,16 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 class Greeting:
     """What a process says about itself to the other side of a channel.
 
-    Attributes:
-        id: Identifies its port; no other port ever has the same.
-        name: A text for messages, such as ``"process 4711 on node7"``.
-        host_name: ASYNCDIST_HOST of the process; None without one.
-        identity: See `asyncdist.net.process_identity`; None where the system does not provide it.
-        stages: Whether long messages to it may pass through shared memory.
-        about: Plain data of the service.
+    ``id`` identifies its port: no other port ever has the same. ``stages`` says whether long messages to it may pass
+    through shared memory. ``about`` is plain data of the service.
     """
 
     id: str
     name: str
+    """A text for messages, such as ``"process 4711 on node7"``."""
     host_name: str | None
     identity: dict[str, Any] | None
+    """See `asyncdist.net.process_identity`."""
     stages: bool
     about: Any
 
@@ -60,14 +58,8 @@ class Greeting:
 class ChannelAddress:
     """Where a port listens; `encode` makes it plain data, for example for a store.
 
-    Attributes:
-        id: The id of the port.
-        name: A text for messages.
-        host: The machine, or ASYNCDIST_HOST.
-        user: The user id of its process.
-        network: The network namespace, to which abstract Unix addresses belong.
-        unix: The abstract Unix address; empty without one.
-        tcp: Host and port.
+    ``id`` is that of the port, ``name`` a text for messages, and ``host`` the machine, or ASYNCDIST_HOST. The abstract Unix
+    address ``unix``, empty without one, is valid for a user id in a ``network`` namespace.
     """
 
     id: str
@@ -115,40 +107,31 @@ async def dial(
         connection = await handshake.dial(await _connect_unix(address.unix), security)
     else:
         connection = await handshake.dial_tcp(*address.tcp, security)
-    try:
+    with ClosingOnError(connection):
         peer = await _greet(connection, greeting)
         if peer.id != address.id:
             raise ProtocolError(f"{peer.name} answers at the address of {address.name}, which has ended")
         return connection.sock, peer
-    except BaseException:
-        connection.close()
-        raise
 
 
 async def accept(sock: socket.socket, greeting: Greeting, security: Security) -> tuple[AnySocket, Greeting]:
     """Authenticate a process that has connected. Closes the socket, and raises the errors of `dial`, if that fails."""
     connection = await handshake.accept(sock, security)
-    try:
+    with ClosingOnError(connection):
         return connection.sock, await _greet(connection, greeting)
-    except BaseException:
-        connection.close()
-        raise
 
 
 async def _connect_unix(name: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     lifecycle.close_in_children(sock)
-    try:
+    with ClosingOnError(sock):
         sock.setblocking(False)
         async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE):
             # A full queue of connections.
             with contextlib.suppress(BlockingIOError):
                 sock.connect(f"\0{name}")
                 break
-        return sock
-    except BaseException:
-        sock.close()
-        raise
+    return sock
 
 
 async def _greet(connection: LoopSocket, greeting: Greeting) -> Greeting:

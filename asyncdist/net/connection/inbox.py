@@ -1,7 +1,7 @@
 """The receiving half of a connection, without I/O: bytes in, and calls of the owner for the frames that they complete.
 
 The driver passes the bytes that it has read to `Inbox.feed`. While `Inbox.room` is not empty, it may read straight into it,
-the memory of a long message, and call `Inbox.filled` (`asyncdist.net.connection.reader`).
+the memory of a long message, and call `Inbox.filled` (`asyncdist.net.connection.channel`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from asyncdist.net.connection.staging import StagedParts
 
 
 class InboxOwner:
-    """The interface that handles the frames of an inbox."""
-
     __slots__ = ()
 
     def on_short(self, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]) -> None:
@@ -53,7 +51,6 @@ class InboxOwner:
         """Note that the sender has given up a long message."""
 
     def on_frame(self, kind: int, body: bytes) -> None:
-        """Handle a frame of another kind."""
         raise ProtocolError(f"a frame of kind {kind}, which does not belong here: run the same asyncdist on both sides")
 
     def reply(self, kind: int, body: bytes) -> None:
@@ -63,13 +60,8 @@ class InboxOwner:
 class Inbox:
     """The receiving side of one connection in one process.
 
-    Args:
-        owner: Handles the frames.
-        most_nbytes: The most bytes of a message; one that claims more is a ProtocolError.
-        most_open: The most long messages that are open at a time.
-
-    Attributes:
-        room: Memory for the next bytes. `feed` takes them as well.
+    A message that claims more than ``most_nbytes`` bytes is a ProtocolError, and so is one that is opened while
+    ``most_open`` long messages are open. ``room`` is memory for the next bytes. `feed` takes them as well.
     """
 
     __slots__ = (
@@ -109,7 +101,6 @@ class Inbox:
 
     @property
     def open_messages(self) -> list[IncomingMessage]:
-        """The long messages that have begun and not ended."""
         left = list(self._open.values())
         if self._chunk is not None and self._chunk not in left:
             left.append(self._chunk)

@@ -7,7 +7,7 @@ peers, on the loop. A silent process of this host that works is spared, as ranks
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Set
 from time import monotonic
 
 from asyncdist.base.daemon_threads import periodic_calls
@@ -19,13 +19,10 @@ from asyncdist.net.process_identity import process_identity, process_state
 class ChannelLiveness:
     """Beats over the open channels, and ends those of silent peers.
 
-    Args:
-        timeout: Seconds of silence after which a peer is lost; 0 for no heartbeats.
-        host_name: ASYNCDIST_HOST of this process.
-        channels: Returns the open channels.
+    A peer is lost after ``timeout`` seconds of silence; 0 stands for no heartbeats.
     """
 
-    def __init__(self, timeout: float, host_name: str | None, channels: Callable[[], Iterable[PeerChannel]]) -> None:
+    def __init__(self, timeout: float, host_name: str | None, channels: Set[PeerChannel]) -> None:
         self._timeout, self._channels = timeout, channels
         self._identity = process_identity(host_name)
         self._detector = Detector(timeout)
@@ -45,7 +42,7 @@ class ChannelLiveness:
             periodic_calls.stop(self._beat)
 
     def _beat(self) -> None:
-        for channel in list(self._channels()):
+        for channel in list(self._channels):
             channel.pulse()
         if self._is_running and not self._look_pending:
             self._look_pending = True
@@ -58,7 +55,7 @@ class ChannelLiveness:
     def look(self) -> None:
         """Look for the beats of the peers since the last look."""
         self._look_pending = False
-        by_number = {channel.number: channel for channel in list(self._channels())}
+        by_number = {channel.number: channel for channel in list(self._channels)}
         heard = {number: channel.take_heard() for number, channel in by_number.items()}
         for verdict in self._detector.look(monotonic(), heard):
             if verdict.liveness is Liveness.LOST:

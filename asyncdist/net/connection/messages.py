@@ -10,8 +10,6 @@ from asyncdist.net.connection.frames import BufferCursor
 
 
 class Sink(Protocol):
-    """Takes the bytes of a message as they arrive."""
-
     def write(self, part: memoryview, /) -> object:
         """Take the next bytes. The memory is used again afterwards."""
 
@@ -42,7 +40,6 @@ class IncomingMessage:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all buffers."""
         return sum(self.sizes)
 
     def room(self, nbytes: int) -> list[memoryview]:

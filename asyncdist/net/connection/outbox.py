@@ -51,8 +51,6 @@ _MOST_VIEWS = 64
 
 
 class Flushed(enum.Enum):
-    """What a flush has left."""
-
     ALL = "nothing can be sent at present"
     BLOCKED = "the socket is full"
     MORE = "more can be sent after other callbacks"
@@ -87,13 +85,11 @@ class Outbox:
         most_nbytes: The most bytes of a message.
         in_order: Whether a long message begins when the one before it has ended, and a flush sends one part. Else all
             advance together.
-
-    Attributes:
-        error: Why nothing can be sent any more; None while the connection is not known to be broken.
     """
 
     def __init__(self, sock: Sending, *, stages: bool = False, most_nbytes: int = 0, in_order: bool = False) -> None:
         self.error: OSError | None = None
+        """Why nothing can be sent any more; None while the connection is not known to be broken."""
         self._sock = sock
         self._tls = sock if isinstance(sock, TlsSocket) else None
         self._stages, self._most_nbytes, self._in_order = stages, most_nbytes, in_order
@@ -109,7 +105,8 @@ class Outbox:
         """The messages that have left, and whose senders `flush` tells."""
         self._number = 0
         self._staging: StagingArea | None = None
-        self._staging_is_ready = False
+        self._ready_staging: StagingArea | None = None
+        """The staging area, once the receiver has mapped it."""
         self._is_closed = False
         """Whether nothing can be sent any more."""
 
@@ -120,7 +117,6 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all has been sent."""
         return not (self._frames or self._partial or self._long or (self._tls is not None and self._tls.unsent))
 
     @property
@@ -135,8 +131,7 @@ class Outbox:
     ) -> OutgoingMessage | None:
         """Add a message after those added before; return it if it is long, None if it is short.
 
-        Raises:
-            UsageError: It is too long, or has too many buffers or descriptors.
+        Raises UsageError if it is too long, or has too many buffers or descriptors.
         """
         nbytes = len(head)
         for buffer in buffers:
@@ -180,7 +175,6 @@ class Outbox:
             self._long.append(message)
 
     def add_frame(self, kind: int, body: bytes = b"") -> None:
-        """Add another frame."""
         self._add_frame(frame(kind, body))
 
     def _add_frame(self, whole: bytes, descriptors: Sequence[int] = ()) -> None:
@@ -266,7 +260,7 @@ class Outbox:
                 if count < len(data):
                     self._partial = [memoryview(data)[count:]]
                     self._send_partial()
-            elif not self._long or not self._can_send_part:
+            elif not self._long or (self._ready_staging is not None and not self._ready_staging.free):
                 return Flushed.BLOCKED if self._tls is not None and self._tls.unsent else Flushed.ALL
             elif budget > 0:
                 budget -= self._send_part()
@@ -321,41 +315,28 @@ class Outbox:
 
     # -- the parts of long messages ----------------------------------------------------------------
 
-    @property
-    def _can_send_part(self) -> bool:
-        return (
-            bool(self._long)
-            and not self._is_closed
-            and (not self._staging_is_ready or bool(self._staging and self._staging.free))
-        )
-
     def _send_part(self) -> int:
         """Send a part of the first long message, and return its bytes."""
         message = self._long[0]
         if not message.is_wanted():
             self._abandon(message)
             return 0
-        if not self._in_order:
-            self._long.rotate(-1)
-        before = message.cursor.left
-        is_staged = self._staging_is_ready and self._staging is not None
-        if is_staged:
-            assert self._staging is not None
-            slot = self._staging.put(message.cursor.take(SLOT_NBYTES, SLOT_NBYTES))
+        staging, cursor, before = self._ready_staging, message.cursor, message.cursor.left
+        if staging is not None:
+            slot = staging.put(cursor.take(SLOT_NBYTES, SLOT_NBYTES))
         else:
-            views = message.cursor.take(CHUNK_NBYTES, _MOST_VIEWS)
-        nbytes = before - message.cursor.left
-        if not message.cursor.left:
-            if self._in_order:
-                self._long.popleft()
-            else:
-                self._long.pop()
-        if is_staged:
-            if not message.cursor.left:
+            views = cursor.take(CHUNK_NBYTES, _MOST_VIEWS)
+        nbytes = before - cursor.left
+        if not cursor.left:
+            self._long.popleft()
+        elif not self._in_order:
+            self._long.rotate(-1)
+        if staging is not None:
+            if not cursor.left:
                 self._finished.append(message)
             self._send_bytes(frame(PIECE, PIECE_BODY.pack(message.number, slot, nbytes)))
             return nbytes
-        if not message.cursor.left:
+        if not cursor.left:
             self._leaving = message
         head = HEADER.pack(NUMBER.size + nbytes, CHUNK, 0, 0) + NUMBER.pack(message.number) if nbytes else b""
         self._partial = [memoryview(message.opening + head), *views]
@@ -381,8 +362,8 @@ class Outbox:
 
     def staging_answered(self, *, is_ready: bool) -> None:
         """Note whether the receiver has mapped the staging area."""
-        self._staging_is_ready = is_ready and self._staging is not None
-        if not self._staging_is_ready:
+        self._ready_staging = self._staging if is_ready else None
+        if self._ready_staging is None:
             self._stages = False
             staging, self._staging = self._staging, None
             if staging is not None:

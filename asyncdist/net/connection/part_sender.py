@@ -11,8 +11,6 @@ from asyncdist.net.connection.outbox import Flushed, Outbox
 
 
 class _TransportSocket:
-    """What an outbox needs of a socket."""
-
     __slots__ = ("_transport", "is_full")
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -36,10 +34,7 @@ class PartSender:
     """The long messages of one connection, which leave in the order in which they were added.
 
     Short ones are written to the transport at any time. The owner of the transport passes `pause` and `resume` on.
-
-    Args:
-        transport: Where the parts are written.
-        schedule: Calls a function in a later turn of the loop.
+    ``schedule`` calls a function in a later turn of the loop.
     """
 
     __slots__ = ("_is_scheduled", "_outbox", "_schedule", "_sock")
@@ -56,7 +51,6 @@ class PartSender:
         return None if self._outbox is None else self._outbox.first_long
 
     def add(self, message: OutgoingMessage) -> None:
-        """Send a message, after those before it."""
         if self._outbox is None:
             self._outbox = Outbox(self._sock, in_order=True)
         self._outbox.enqueue(message)
@@ -67,7 +61,6 @@ class PartSender:
         self._sock.is_full = True
 
     def resume(self) -> None:
-        """Continue after `pause`."""
         self._sock.is_full = False
         if self._outbox is not None and not self._outbox.is_empty:
             self._schedule_flush()

@@ -14,6 +14,7 @@ from typing import Any, Self
 from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
@@ -85,11 +86,8 @@ class ChannelPort:
         unix = f"asyncdist-{service}-{secrets.token_hex(16)}" if hasattr(socket, "SO_PEERCRED") else ""
         sockets = [listen_tcp(host, " for channels")]
         if unix:
-            try:
+            with ClosingOnError(sockets[0]):
                 sockets.append(listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"\0{unix}"))
-            except BaseException:
-                sockets[0].close()
-                raise
         self.address = ChannelAddress(secrets.token_hex(8), name, *place, unix, (host, sockets[0].getsockname()[1]))
         identity = process_identity(config.host)
         self._greeting = Greeting(self.address.id, name, config.host, identity, bool(unix) and can_stage(), about)
@@ -98,10 +96,10 @@ class ChannelPort:
         """The channels to each peer: each side may have opened one."""
         self._dialling: dict[str, asyncio.Task[PeerChannel]] = {}
         self._busy_poll = AdaptiveBusyPoll.where_it_pays(self._loop, config)
-        self._liveness = ChannelLiveness(config.heartbeat, config.host, lambda: self._channels)
+        self._liveness = ChannelLiveness(config.heartbeat, config.host, self._channels)
         self._acceptors = [
             Acceptor(
-                sock, self._prove, self._receive, what=f"{name}: the port for channels", most=_MOST_HANDSHAKES,
+                sock, self._accept, what=f"{name}: the port for channels", most=_MOST_HANDSHAKES,
                 timeout=config.handshake_timeout, loop=self._loop,
             )
             for sock in sockets
@@ -115,7 +113,6 @@ class ChannelPort:
 
     @property
     def channels(self) -> list[PeerChannel]:
-        """The open channels."""
         return list(self._channels)
 
     def channel_to(self, peer: str) -> PeerChannel | None:
@@ -199,12 +196,10 @@ class ChannelPort:
         return channel
 
     def heard(self, channel: PeerChannel) -> None:
-        """Note that bytes of a channel have been handled."""
         if self._busy_poll is not None:
             self._busy_poll.heard(channel)
 
     def forget(self, channel: PeerChannel) -> None:
-        """Forget a channel that has ended."""
         if channel in self._channels:
             self._channels.discard(channel)
             siblings = self._by_id[channel.peer.id]
@@ -214,13 +209,8 @@ class ChannelPort:
         if not self._channels:
             self._liveness.stop()
 
-    # -- accepting ---------------------------------------------------------------------------------
-
-    async def _prove(self, sock: socket.socket) -> tuple[AnySocket, Greeting]:
-        return await accept(sock, self._greeting, self._security)
-
-    async def _receive(self, proven: tuple[AnySocket, Greeting]) -> None:
-        self._begin(*proven)
+    async def _accept(self, sock: socket.socket) -> None:
+        self._begin(*await accept(sock, self._greeting, self._security))
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -254,12 +244,11 @@ class ChannelPort:
         await self.close()
 
     def end_with_process(self) -> None:
-        """Tell the peers that this process ends."""
         for channel in self.channels:
             channel.end_with_process()
 
     def after_fork_in_child(self) -> None:
         """Send nothing in a forked child, whose copies of the sockets are closed."""
         self._is_closed = True
-        self._channels = set()
-        self._by_id = {}
+        self._channels.clear()
+        self._by_id.clear()

@@ -29,7 +29,6 @@ class ReceiveMemory:
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of the memory that is kept for reuse."""
         with self._lock:
             self._collect()
             return sum(each.nbytes for each in self._kept)

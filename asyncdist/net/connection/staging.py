@@ -23,16 +23,11 @@ _MOST_NBYTES = 1 << 30
 
 
 def can_stage() -> bool:
-    """Return whether this system has anonymous shared memory."""
     return hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate")
 
 
 class StagingArea:
-    """The sender's side. ``descriptor`` is open until `forget_descriptor`.
-
-    Raises:
-        SharedMemoryError: No shared memory is left.
-    """
+    """The sender's side. ``descriptor`` is open until `forget_descriptor`. Raises SharedMemoryError without free memory."""
 
     def __init__(self) -> None:
         nbytes = NUM_SLOTS * SLOT_NBYTES
@@ -49,7 +44,6 @@ class StagingArea:
         self.free = list(range(NUM_SLOTS))
 
     def put(self, parts: Sequence[memoryview]) -> int:
-        """Copy the bytes of a part into a free slot, and return the slot."""
         slot = self.free.pop()
         at = slot * SLOT_NBYTES
         for part in parts:
@@ -80,12 +74,7 @@ class StagingArea:
 
 
 class StagedParts:
-    """The receiver's side.
-
-    Raises:
-        ProtocolError: The segment is smaller than announced.
-        SharedMemoryError: It cannot be mapped.
-    """
+    """The receiver's side. Raises ProtocolError for a segment smaller than announced, SharedMemoryError if mmap fails."""
 
     def __init__(self, descriptor: int, num_slots: int, slot_nbytes: int) -> None:
         nbytes = num_slots * slot_nbytes

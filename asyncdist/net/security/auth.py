@@ -97,11 +97,9 @@ Write = Callable[[bytes], object]
 
 
 class HandshakeDriver:
-    """Runs a handshake: over bytes that the caller passes to `feed`, or reads with `pump`. Both raise its errors.
+    """Runs `dial` or `accept`: over bytes that the caller passes to `feed`, or reads with `pump`. Both raise its errors.
 
-    Args:
-        handshake: The generator of `dial` or `accept`.
-        write: Called with the bytes to send, the first time by the constructor.
+    ``write`` is called with the bytes to send, the first time by the constructor.
     """
 
     def __init__(self, handshake: Handshake, write: Write) -> None:
@@ -114,12 +112,10 @@ class HandshakeDriver:
 
     @classmethod
     def dialling(cls, token: str | None, purpose: str, write: Write) -> Self:
-        """Return the side of `dial`."""
         return cls(dial(token, purpose, os.urandom(NONCE_NBYTES)), write)
 
     @classmethod
     def accepting(cls, token: str | None, purpose: str, write: Write) -> Self:
-        """Return the side of `accept`."""
         return cls(accept(token, purpose, os.urandom(NONCE_NBYTES)), write)
 
     def pump(self, receive: Callable[[int], bytes]) -> None:

@@ -11,14 +11,14 @@ import os
 import socket
 import ssl
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncdist.base import lifecycle
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.errors import AuthenticationError
 from asyncdist.net.host_watch import tune
 from asyncdist.net.loop_socket import LoopSocket, prove
-from asyncdist.net.security.auth import HandshakeDriver, Write
+from asyncdist.net.security.auth import HandshakeDriver
 from asyncdist.net.security.tls import TlsSocket
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)
@@ -29,13 +29,9 @@ _UNSENT_NBYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """The settings of both sides of a handshake.
+    """The settings of both sides of a handshake: the job's token, and the TLS contexts for other hosts, None without TLS.
 
-    Attributes:
-        token: The token of the job.
-        purpose: To which the proof is bound, so that it is valid for this service of this job only.
-        accepting: The TLS context for connections from other hosts; None without TLS.
-        dialling: The TLS context for connections to other hosts; None without TLS.
+    The proof of the token is bound to ``purpose``, so that it is valid for this service of this job only.
     """
 
     token: str | None
@@ -47,11 +43,8 @@ class Security:
 async def dial_tcp(host: str, port: int, security: Security) -> LoopSocket:
     """Connect to another host, and run the handshake of `dial`."""
     sock = _prepared(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM))
-    try:
+    with ClosingOnError(sock):
         await asyncio.get_running_loop().sock_connect(sock, (host, port))
-    except BaseException:
-        sock.close()
-        raise
     return await dial(sock, security, host)
 
 
@@ -68,41 +61,31 @@ async def dial(sock: socket.socket, security: Security, host: str = "") -> LoopS
     tls, secured = security.dialling, None
     if tls is not None and sock.family != _AF_UNIX:
         secured = TlsSocket(sock, tls, serves=False, name=host if tls.check_hostname else None)
-    return await _begun(sock, secured, HandshakeDriver.dialling, security)
+    return await _begun(sock, secured, security, serves=False)
 
 
 async def accept(sock: socket.socket, security: Security) -> LoopSocket:
     """Run the accepting side on a socket. Closes it, and raises the errors of `dial`, if that fails."""
     secured = None
-    try:
+    with ClosingOnError(sock):
         _prepared(sock)
         if sock.family == _AF_UNIX:
             if (user := peer_user(sock)) != os.getuid():
                 raise AuthenticationError(f"a connection of another user, {user}")
         elif security.accepting is not None:
             secured = TlsSocket(sock, security.accepting, serves=True)
-    except BaseException:
-        sock.close()
-        raise
-    return await _begun(sock, secured, HandshakeDriver.accepting, security)
+    return await _begun(sock, secured, security, serves=True)
 
 
-async def _begun(
-    sock: socket.socket,
-    tls: TlsSocket | None,
-    side: Callable[[str | None, str, Write], HandshakeDriver],
-    security: Security,
-) -> LoopSocket:
+async def _begun(sock: socket.socket, tls: TlsSocket | None, security: Security, *, serves: bool) -> LoopSocket:
     connection = LoopSocket(sock)
-    try:
+    with ClosingOnError(connection):
         if tls is not None:
             await connection.secure(tls)
+        side = HandshakeDriver.accepting if serves else HandshakeDriver.dialling
         # The few bytes of a handshake fit into an empty socket buffer.
         await prove(connection.sock, side(security.token, security.purpose, connection.sock.sendall))
-        return connection
-    except BaseException:
-        connection.close()
-        raise
+    return connection
 
 
 def peer_user(sock: socket.socket) -> int:

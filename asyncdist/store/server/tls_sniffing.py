@@ -35,7 +35,7 @@ class SniffingListener:
         self._loop = asyncio.get_running_loop()
         self._ending: list[asyncio.Task[None]] = []
         self._acceptor = Acceptor(
-            sock, self._begin, _leave, what="the store", most=admission.max_connections, timeout=handshake_timeout,
+            sock, self._begin, what="the store", most=admission.max_connections, timeout=handshake_timeout,
             loop=self._loop, refusals=admission.refusals,
         )  # fmt: skip
 
@@ -71,7 +71,3 @@ class SniffingListener:
             raise handshake_error(error) from error
         except OSError as error:
             raise ConnectionResetError(f"it hung up during the TLS handshake ({error})") from error
-
-
-async def _leave(proven: None) -> None:
-    """Do nothing: the server has the connection."""
