@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import io
 from collections.abc import Callable, Iterator
 
 from msgpack import ExtType, packb
@@ -23,9 +24,8 @@ from asyncdist.store.protocol.codec import (
 from asyncdist.store.protocol.operations import SERVERS, Op, OperationKind
 from asyncdist.store.server.c10d_session import cached_answers, handlers_of
 from asyncdist.store.state.change_log import Change, ChangeLog, replay
-from asyncdist.store.state.limits import SizeLimits
 from asyncdist.store.state.machine import StoreState
-from asyncdist.store.state.model import Contents
+from asyncdist.store.state.model import Contents, SizeLimits
 from tests.support.received_messages import ReceivedMessages
 
 LIMIT = 1 << 16
@@ -101,9 +101,10 @@ def frames(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         log_format.read_header(data)
     with contextlib.suppress(ProtocolError):
-        while body := log_format.next_frame(data, start, SALT, number):
-            assert start < body[1] <= len(data)
-            start = body[1]
+        file = io.BytesIO(data)
+        while log_format.read_frame(file, len(data) - start, start, SALT, number) is not None:
+            assert start < file.tell() <= len(data)
+            start = file.tell()
             number += 1
     log_format.has_frame_after(data, start, SALT)
 

@@ -84,7 +84,6 @@ class ConnectRetry(Backoff):
         self._has_told = False
 
     def attempt_deadline(self) -> Deadline:
-        """Return the deadline of an attempt that begins now."""
         return Deadline(min(self.deadline.at, time.monotonic() + HANDSHAKE_TIMEOUT))
 
     def failed(self, error: OSError) -> None:
@@ -113,7 +112,6 @@ class ConnectRetry(Backoff):
             log.warning("%s", self._no_answer("answers", "yet; this process goes on trying"))
 
     def overdue(self) -> AddressError | StoreConnectionError:
-        """Return the error of a client whose deadline has passed."""
         reason = self._reason
         if isinstance(reason, socket.gaierror):
             return unresolved(self.host, reason)
@@ -188,7 +186,6 @@ class ReconnectPolicy:
         return None
 
     def succeeded(self) -> None:
-        """Record that an attempt has made a connection."""
         self._connected_at = time.monotonic()
         self._num_connections += 1
 
@@ -204,7 +201,6 @@ class ReconnectPolicy:
             raise self._broken_again(final) from None
 
     def overdue(self) -> StoreConnectionError:
-        """Return the error of a client that has tried for as long as its patience allows."""
         if not self._num_connections:
             return self._broken_again(self.retry.overdue())
         return broken(
@@ -223,14 +219,12 @@ def resolution_error(error: OSError | UnicodeError) -> socket.gaierror:
 
 
 def unresolved(host: str, error: OSError | UnicodeError) -> AddressError:
-    """Return the error that a user gets for a host that does not resolve."""
     return AddressError(
         f"host {host!r} does not resolve ({describe_error(error)}): check its spelling, or give an address"
     )
 
 
 def look_up_overdue(host: str) -> LookUpTimeoutError:
-    """Return the error of a look-up that the name server has not answered in time."""
     return LookUpTimeoutError(
         f"the name server did not resolve host {host!r} in time; check that it answers, or give an address"
     )
@@ -246,14 +240,12 @@ def hung_up(error: Exception | None, *, secured: bool) -> Exception:
 
 
 def broken(where: str, why: str) -> StoreConnectionError:
-    """Return the error of a call whose connection to the store has broken."""
     return StoreConnectionError(
         f"the connection to the store at {where} broke ({why}): see the log of the process that serves it"
     )
 
 
 def closed(where: str) -> StoreConnectionError:
-    """Return the error of a call on a closed connection."""
     return StoreConnectionError(f"the connection to the store at {where} was closed by this process: connect again")
 
 

@@ -18,6 +18,7 @@ import secrets
 import socket
 import threading
 import weakref
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,7 +87,7 @@ class FileReplica(CallGuard):
             reply = self.guard(self._try, command)
             if reply is not None:
                 return _result(reply)
-        raise command.overdue(limit)
+        raise command.overdue(limit, f"the store in {self.path}")
 
     def _try(self, command: Command[Any]) -> Reply | None:
         """Execute a command and return its reply; None if it waits for a key that is not set."""
@@ -167,11 +168,16 @@ class FileReplica(CallGuard):
                     return
                 self._salt, self._next_frame = log_format.read_header(data)
                 self._offset = start = log_format.HEADER_NBYTES
-            while body := log_format.next_frame(data, start, self._salt, self._next_frame):
-                (message,) = messages_in(data[slice(*body)])
+            file = BytesIO(data)
+            file.seek(start)
+            while True:
+                body = log_format.read_frame(file, len(data) - start, start, self._salt, self._next_frame)
+                if body is None:
+                    return
+                (message,) = messages_in(body)
                 _, op, args = decode_request(message)
-                self._offset += body[1] - start
-                start = body[1]
+                start = file.tell()
+                self._offset = base + start
                 self._next_frame += 1
                 self._replay(op, args)
         except log_format.DamagedError as error:

@@ -25,9 +25,9 @@ class LocalClient(BlockingClient):
     """A state machine, executed by the threads that call it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("the store of this process")
         self._state = StoreState()
-        self._requests: dict[int, tuple[Op, PendingRequest[Any]]] = {}
+        self._requests: dict[int, PendingRequest[Any]] = {}
         self._last = 0
         self._dropped: deque[PendingRequest[Any]] = deque()
         self._over: StoreConnectionError | None = None
@@ -53,7 +53,8 @@ class LocalClient(BlockingClient):
                 raise StoreConnectionError(*self._over.args)
             self._last += 1
             number = pending.number = self._last
-            self._requests[number] = command.op, pending
+            pending.command = command
+            self._requests[number] = pending
             try:
                 self._execute(number, command.op, command.args)
             except BaseException:
@@ -62,8 +63,8 @@ class LocalClient(BlockingClient):
 
     def give_up(self, number: int) -> None:
         with self.lock:
-            op, _ = self._requests.pop(number, (Op.QUEUE_POP, None))
-            if op in BLOCKING and self._over is None:
+            pending = self._requests.pop(number, None)  # None for a pop that has been answered
+            if (pending is None or pending.command.op in BLOCKING) and self._over is None:
                 self._execute(number, Op.CANCEL, (number,))
 
     def confirm(self, number: int) -> None:
@@ -76,11 +77,11 @@ class LocalClient(BlockingClient):
         for _, number, kind, value in self._state.execute(_CLIENT, request, op, args):
             if number not in self._requests:
                 continue
-            requested, pending = self._requests[number]
+            pending = self._requests[number]
             if kind is OperationKind.PUBLISHED:
                 pending.publish(value)
                 continue
-            if requested not in STREAMS or kind is OperationKind.REFUSED:
+            if pending.command.op not in STREAMS or kind is OperationKind.REFUSED:
                 del self._requests[number]
             if kind is OperationKind.RESULT:
                 pending.resolve(value)
@@ -93,7 +94,7 @@ class LocalClient(BlockingClient):
                 self._state.leave(_CLIENT)
                 self._over = StoreConnectionError("this store was closed by this process: make another")
             requests, self._requests = self._requests, {}
-            for _, pending in requests.values():
+            for pending in requests.values():
                 pending.reject(StoreConnectionError(*self._over.args))
 
 

@@ -81,7 +81,6 @@ class LockedFile:
         raise AddressError(f"another process removes the file {path} whenever it is opened: name another file")
 
     def fileno(self) -> int:
-        """Return the descriptor, or -1 once the file is closed."""
         return self._fd
 
     @property
@@ -114,7 +113,6 @@ class LockedFile:
         )
 
     def is_current(self) -> bool:
-        """Return whether the path still names this file."""
         try:
             mine, named = os.fstat(self._fd), os.stat(self.path)
         except FileNotFoundError:

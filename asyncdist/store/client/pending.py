@@ -86,10 +86,11 @@ class CallGuard:
 
 
 class BlockingClient(CallGuard, ABC):
-    """One client of a store, used by any number of threads."""
+    """One client of a store, used by any number of threads. ``name`` names the store in errors."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
+        self.name = name
         self.lock = threading.Lock()
 
     @abstractmethod
@@ -139,7 +140,7 @@ class BlockingClient(CallGuard, ABC):
             if pending.number:
                 self.give_up(pending.number)
             if isinstance(error, TimeoutError):
-                raise command.overdue(limit) from None
+                raise command.overdue(limit, self.name) from None
             raise
 
     def next_item(self, stream: PendingStream[T], deadline: Deadline) -> T:

@@ -159,7 +159,6 @@ class GroupCommit:
             self._limit_timer = self._loop.call_later(CHECK_INTERVAL, self._limit_pending)
 
     def _commit(self) -> None:
-        """Write the pending changes; then send the held replies."""
         if self._writing is not None or self.failure.done() or not (self.change_log.pending or self._rotates_next):
             return
         self.num_commits += 1
@@ -211,7 +210,6 @@ class GroupCommit:
             self._server.resume_reading()
 
     def _release(self, held: list[tuple[ReplyReceiver, bytes]]) -> None:
-        """Send held replies whose changes are written."""
         for connection, data in held:
             connection.release(data)
         for connection in dict.fromkeys(connection for connection, _ in held):

@@ -17,6 +17,7 @@ log (`change_log`).
 from __future__ import annotations
 
 import struct
+from typing import BinaryIO
 from zlib import crc32
 
 from asyncdist.errors import ProtocolError
@@ -53,7 +54,6 @@ class MisplacedError(DamagedError):
 
 
 def header(salt: bytes, first: int = 0) -> bytes:
-    """Return the header of a log whose first frame has the number ``first``."""
     start = MAGIC + salt + _FIRST.pack(first)
     return start + _SEAL.pack(crc32(start))
 
@@ -74,7 +74,6 @@ def read_header(data: Data) -> tuple[bytes, int]:
 
 
 def frame_head(salt: bytes, number: int, *body: Data) -> bytes:
-    """Return the head of frame ``number``; the body may be in pieces."""
     checksum = 0
     for piece in body:
         checksum = crc32(piece, checksum)
@@ -82,31 +81,20 @@ def frame_head(salt: bytes, number: int, *body: Data) -> bytes:
     return head + _SEAL.pack(_sealed(salt, head))
 
 
-def next_frame(data: Data, start: int, salt: bytes, number: int) -> tuple[int, int] | None:
-    """Return where the body of frame ``number`` at ``start`` begins and ends; None if the frame is incomplete.
+def read_frame(file: BinaryIO, left: int, offset: int, salt: bytes, number: int) -> bytes | None:
+    """Read frame ``number`` at ``offset`` of a log; return its body, or None if the frame is incomplete.
+
+    Args:
+        file: Stands at the frame.
+        left: How many bytes follow in the log.
 
     Raises:
         MisplacedError: It is another frame of this log.
         DamagedError: A checksum is wrong.
     """
-    begin = start + FRAME_NBYTES
-    if begin > len(data):
+    if left < FRAME_NBYTES:
         return None
-    nbytes, checksum = read_head(data[start:begin], start, salt, number)
-    end = begin + nbytes
-    if end > len(data):
-        return None
-    check_body(data[begin:end], checksum, start)
-    return begin, end
-
-
-def read_head(head: Data, offset: int, salt: bytes, number: int) -> tuple[int, int]:
-    """Return the length and the checksum of the body that follows the head of frame ``number``.
-
-    Raises:
-        MisplacedError: It is the head of another frame of this log.
-        DamagedError: A checksum is wrong.
-    """
+    head = file.read(FRAME_NBYTES)
     mark, nbytes, found, checksum = _HEAD.unpack_from(head)
     (seal,) = _SEAL.unpack_from(head, _HEAD.size)
     if mark != _MARK or seal != _sealed(salt, head[: _HEAD.size]):
@@ -115,13 +103,12 @@ def read_head(head: Data, offset: int, salt: bytes, number: int) -> tuple[int, i
         raise MisplacedError(
             offset, f"frame {found} stands where frame {number} belongs: a frame was removed, repeated or moved"
         )
-    return int(nbytes), int(checksum)
-
-
-def check_body(body: Data, checksum: int, offset: int) -> None:
-    """Raise DamagedError if the body of the frame at ``offset`` has another checksum."""
+    if nbytes > left - FRAME_NBYTES:
+        return None
+    body = file.read(nbytes)
     if crc32(body) != checksum:
-        raise DamagedError(offset, f"the checksum of a frame of {len(body)} bytes is wrong")
+        raise DamagedError(offset, f"the checksum of a frame of {nbytes} bytes is wrong")
+    return body
 
 
 def has_frame_after(data: bytes, start: int, salt: bytes) -> bool:

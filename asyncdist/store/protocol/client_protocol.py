@@ -58,7 +58,6 @@ class ResponseHandler(Protocol):
 
 
 def refusal(reason: int, text: str) -> Exception:
-    """Return the exception for a request that the store refused."""
     return QueueEmptyError(text) if reason == Reason.EMPTY else StoreError(text)
 
 
@@ -105,12 +104,10 @@ class ClientProtocol(InboxOwner):
         self._encoder = Encoder()
 
     def open_requests(self) -> Collection[ResponseHandler]:
-        """Return the requests without a final answer."""
         return self._open.values()
 
     @property
     def resumable(self) -> bool:
-        """Whether the session can be resumed over another connection."""
         return self.lost is None and self._introduced
 
     # -- requests ---------------------------------------------------------------------------------
@@ -169,15 +166,12 @@ class ClientProtocol(InboxOwner):
         return self._encoder.pack((0, Op.CANCEL, request))
 
     def confirm(self, request: int) -> bytes:
-        """Return the message that acknowledges a popped item."""
         return self._encoder.pack((0, Op.CONFIRM, request)) if self._resumed else b""
 
     def goodbye(self) -> bytes:
-        """Return the message that ends the session."""
         return self._encoder.pack((0, Op.LEAVE))
 
     def data_to_send(self) -> list[bytes | LongMessage]:
-        """Return the messages in ``output``, and empty it."""
         messages, self.output = self.output, []
         return messages
 
@@ -361,7 +355,6 @@ class ClientProtocol(InboxOwner):
         log.warning("the store at %s refuses to restore the ephemeral key %s: %s", self.where, named(key), why)
 
     def _close_restoring(self, request: int) -> str:
-        """Close a request that restores an ephemeral key, and return the key."""
         self._changes.pop(request, None)
         key: str = self._restoring.pop(request).args[0]
         return key

@@ -108,7 +108,6 @@ class Reassembler:
         opened.sink = self
 
     def write(self, part: memoryview) -> None:
-        """Take the bytes that arrive next."""
         self.nbytes += len(part)
         while part:
             size = self._sizes[len(self._values)]
@@ -119,7 +118,6 @@ class Reassembler:
                 self._value = BytesIO()
 
     def message(self) -> Any:
-        """Return the complete message. Raises ProtocolError."""
         messages = messages_in(self._head, self._referred)
         if len(messages) == 1 and self._values:
             messages += messages_in(self._values.pop(), self._referred)

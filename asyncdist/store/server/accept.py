@@ -16,21 +16,25 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from asyncdist.errors import ProtocolError
+from asyncdist.net.acceptor import Acceptor
 from asyncdist.net.admission import EvictingQueue
 from asyncdist.net.host_watch import SERVER_LOOKS, look_interval, tune
+from asyncdist.net.loop_socket import ready
 from asyncdist.net.network import is_loopback, peer_name
 from asyncdist.net.refusals import RefusalLog
 from asyncdist.net.security.auth import WANTS_TLS, HandshakeDriver
+from asyncdist.net.security.tls import handshake_error
 from asyncdist.store.c10d_policy import C10d
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.codec import hello
 from asyncdist.store.protocol.operations import Reply
-from asyncdist.store.server.c10d_session import C10dContext, C10dSession
-from asyncdist.store.server.connection import ServerConnection
-from asyncdist.store.server.session import Session, SessionContext
+from asyncdist.store.server.c10d_session import C10dSession
+from asyncdist.store.server.connection import ServerConnection, ServerContext
+from asyncdist.store.server.session import Session
 
 logger = logging.getLogger("asyncdist.store.server.server")
 
+_TLS_HANDSHAKE = b"\x16"
 _C10D_OPENING = bytes([c10d_wire.Code.VALIDATE]) + c10d_wire.U32.pack(c10d_wire.MAGIC)
 
 
@@ -66,7 +70,6 @@ class Admission:
         self._closed = False
 
     def close(self) -> None:
-        """Admit no further connection."""
         self._closed = True
         self.refusals.flush()
         if self._looking is not None:
@@ -94,7 +97,6 @@ class Admission:
         return True
 
     def _look(self) -> None:
-        """Abort the connections whose hosts have vanished."""
         for connection in list(self.connections):
             connection.end_if_vanished()
         self._looking = None
@@ -102,12 +104,10 @@ class Admission:
             self._looking = asyncio.get_running_loop().call_later(self._look_interval, self._look)
 
     def replace(self, before: ServerConnection, now: ServerConnection) -> None:
-        """Replace a pending connection by the session that serves the same socket."""
         self.connections.add(now)
         self.remove(before)
 
     def remove(self, connection: ServerConnection) -> None:
-        """Remove a connection that has ended."""
         self.connections.discard(connection)
         self.unauthenticated.discard(connection)
         if not self.connections:
@@ -123,13 +123,12 @@ class Admission:
         return len(self.connections) - len(self.unauthenticated) >= self.max_connections
 
     def refuse_overflow(self) -> None:
-        """Count a connection that found the server full, and tell the log."""
         most = self.max_connections
         self.refusals.add(f"it has {most} connections; ASYNCDIST_STORE_MAX_CONNECTIONS raises the limit")
 
 
-class PendingContext(SessionContext, C10dContext, Protocol):
-    """What a pending connection needs of its server: also what the session needs that it becomes."""
+class PendingContext(ServerContext, Protocol):
+    """What a connection needs of its server before it has a session."""
 
     admission: Admission
     c10d: C10d
@@ -233,3 +232,59 @@ class PendingConnection(ServerConnection):
 
     def _too_late(self, timeout: float) -> None:
         self.refuse(f"no proof of the token within {timeout:g} s")
+
+
+class SniffingListener:
+    """A listening socket that peeks at the first byte of a connection to choose TLS or plain TCP; closes like a server.
+
+    `PendingConnection` refuses a plain connection unless its client is torch's TCPStore, which has no TLS.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        sock: socket.socket,
+        context: ssl.SSLContext,
+        make: Callable[[], asyncio.Protocol],
+        handshake_timeout: float,
+    ) -> None:
+        self._admission, self._context, self._make = admission, context, make
+        self._handshake_timeout = handshake_timeout
+        self._loop = asyncio.get_running_loop()
+        self._ending: list[asyncio.Task[None]] = []
+        self._acceptor = Acceptor(
+            sock, self._begin, what="the store", most=admission.max_connections, timeout=handshake_timeout,
+            loop=self._loop, refusals=admission.refusals,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._ending += self._acceptor.stop()
+
+    async def wait_closed(self) -> None:
+        """Return when no handshake is running."""
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    async def _begin(self, sock: socket.socket) -> None:
+        """Give the connection to the server, inside TLS if it begins so."""
+        first = b""
+        try:
+            if self._admission.is_full:
+                self._admission.refuse_overflow()
+            else:
+                await ready(sock)
+                first = sock.recv(1, socket.MSG_PEEK)
+        finally:
+            if not first:
+                sock.close()
+        if not first:
+            return
+        tls = first == _TLS_HANDSHAKE
+        timeout = self._handshake_timeout if tls else None
+        try:
+            await self._loop.connect_accepted_socket(
+                self._make, sock, ssl=self._context if tls else None, ssl_handshake_timeout=timeout
+            )
+        except ssl.SSLError as error:
+            raise handshake_error(error) from error
+        except OSError as error:
+            raise ConnectionResetError(f"it hung up during the TLS handshake ({error})") from error

@@ -10,8 +10,7 @@ from typing import Any
 
 from asyncdist.store.protocol.operations import Reason
 from asyncdist.store.state.key_space import KeySpace
-from asyncdist.store.state.limits import SizeLimits
-from asyncdist.store.state.model import NO_REPLY, Place, RequestRefused, named
+from asyncdist.store.state.model import NO_REPLY, Place, RequestRefused, SizeLimits, named
 from asyncdist.store.state.requests import OpenRequests
 
 

@@ -11,10 +11,18 @@ from asyncdist.store.protocol.operations import Op, Reason
 from asyncdist.store.state.change_log import Change, ChangeLog
 from asyncdist.store.state.key_index import KeyIndex
 from asyncdist.store.state.leases import Leases
-from asyncdist.store.state.limits import MemoryQuota, SizeLimits
-from asyncdist.store.state.model import ENTRY_NBYTES, Place, RequestRefused, extend, growth, named
-from asyncdist.store.state.waiters import Waiters
-from asyncdist.store.state.watches import Watches
+from asyncdist.store.state.model import (
+    ENTRY_NBYTES,
+    MemoryQuota,
+    Place,
+    RequestRefused,
+    SizeLimits,
+    extend,
+    growth,
+    named,
+)
+from asyncdist.store.state.open_streams import OpenStreams
+from asyncdist.store.state.requests import Waiters
 
 
 class KeySpace:
@@ -26,14 +34,14 @@ class KeySpace:
         quota: MemoryQuota,
         log: ChangeLog,
         waiters: Waiters,
-        watches: Watches,
+        streams: OpenStreams,
         leases: Leases,
     ) -> None:
         self._limits = limits
         self._quota = quota
         self._log = log
         self._waiters = waiters
-        self._watches = watches
+        self._streams = streams
         self._leases = leases
         self._values: dict[str, bytes] = {}
         self._index = KeyIndex()
@@ -45,15 +53,12 @@ class KeySpace:
         return len(self._values)
 
     def peek(self, key: str) -> bytes | None:
-        """Return a value without waiting for one."""
         return self._values.get(key)
 
     def under(self, prefix: str) -> dict[str, bytes]:
-        """Return the values of all keys that begin with ``prefix``."""
         return {key: self._values[key] for key in self._index.under(prefix)}
 
     def list_keys(self, prefix: str) -> list[str]:
-        """Return all keys that begin with ``prefix``, oldest first."""
         if 4 * self._index.count(prefix) > len(self._values):  # to sort that many would take longer
             return [key for key in self._values if key.startswith(prefix)]
         return self._index.oldest_first(prefix)
@@ -61,12 +66,10 @@ class KeySpace:
     # -- waiting ----------------------------------------------------------------------------------
 
     def get(self, place: Place, key: str) -> Any:
-        """Return a value, or block until there is one."""
         value = self._values.get(key)
         return self._waiters.add(place, Op.GET, [key], {key}) if value is None else value
 
     def multi_get(self, place: Place, keys: list[str]) -> Any:
-        """Return the values of all keys, or block until each has one."""
         missing = {key for key in keys if key not in self._values}
         if missing:
             return self._waiters.add(place, Op.MULTI_GET, keys, missing)
@@ -99,8 +102,8 @@ class KeySpace:
         if key not in self._values:
             self._index.add(key)
         self._values[key] = value
-        if key in self._watches.of_keys or self._watches.of_prefixes:
-            self._watches.changed(key, value)
+        if key in self._streams.of_keys or self._streams.of_prefixes:
+            self._streams.changed(key, value)
         if key in self._waiters.awaited:
             self._waiters.value_set(key, self._values)
 
@@ -128,7 +131,7 @@ class KeySpace:
             self._log.record(Change.SET, key, self._values[key])
         self._log.record(Change.APPEND, key, value)
         extend(self._values, key, value)
-        self._watches.changed(key, self._values[key])
+        self._streams.changed(key, self._values[key])
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, and return the sum. Raises RequestRefused if the value is no 64-bit integer."""
@@ -141,7 +144,6 @@ class KeySpace:
         return total
 
     def integer(self, key: str) -> int:
-        """Return a value as a number, 0 if the key is missing."""
         value = self._values.get(key, b"0")
         try:
             return int(value.replace(b"_", b"?"))  # int() accepts underscores between digits
@@ -150,7 +152,6 @@ class KeySpace:
             raise RequestRefused(Reason.INVALID, text) from None
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set a value if the key holds ``expected``; return the value that it holds then."""
         current = self._values.get(key)
         if current is None and expected:
             return expected  # as torch's server: nothing is stored
@@ -160,7 +161,6 @@ class KeySpace:
         return current
 
     def delete(self, key: str) -> bool:
-        """Delete a value; return whether there was one."""
         value = self._values.pop(key, None)
         if value is None:
             return False
@@ -169,13 +169,12 @@ class KeySpace:
         self._log.record(Change.DELETE, key)
         if key in self._leases.of_key:
             self._leases.detach(key)
-        self._watches.changed(key, None)
+        self._streams.changed(key, None)
         return True
 
     # -- ends of a server -------------------------------------------------------------------------
 
     def contents(self) -> dict[str, bytes]:
-        """Return a copy of all values."""
         return dict(self._values)
 
     def restore(self, values: dict[str, bytes]) -> None:

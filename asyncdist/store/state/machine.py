@@ -3,7 +3,7 @@
 Called by `asyncdist.store.server` and by the file store, which replays its log. It imports only `store.protocol` and the
 standard library: no asyncio, no sockets, no clock. A request is an operation of a *client* (any hashable; a server passes
 the connection) under a *request id* that the client chooses. Each concept is a class of its own, in the module of its
-name: `KeySpace`, `Waiters`, `Queues`, `Barriers`, `Channels`, `Watches`, `Leases`. The invariants of them all:
+name: `KeySpace`, `Waiters`, `Queues`, `Barriers`, `OpenStreams`, `Leases`. The invariants of them all:
 
 * A blocked request is an entry of `OpenRequests` and of one concept. `cancel` and `leave` remove it from both, so that
   no wake-up is lost on a client that has left.
@@ -23,15 +23,12 @@ from typing import Any
 from asyncdist.store.protocol.operations import Client, Op, OperationKind, Reply
 from asyncdist.store.state.barriers import Barriers
 from asyncdist.store.state.change_log import ChangeLog
-from asyncdist.store.state.channels import Channels
 from asyncdist.store.state.key_space import KeySpace
 from asyncdist.store.state.leases import Lease, Leases
-from asyncdist.store.state.limits import MemoryQuota, SizeLimits
-from asyncdist.store.state.model import NO_REPLY, Contents, Place, RequestRefused
+from asyncdist.store.state.model import NO_REPLY, Contents, MemoryQuota, Place, RequestRefused, SizeLimits
+from asyncdist.store.state.open_streams import OpenStreams
 from asyncdist.store.state.queues import Queues
-from asyncdist.store.state.requests import OpenRequests
-from asyncdist.store.state.waiters import Waiters
-from asyncdist.store.state.watches import Watches
+from asyncdist.store.state.requests import OpenRequests, Waiters
 
 
 class StoreState:
@@ -51,12 +48,11 @@ class StoreState:
         limits, quota, log = limits or SizeLimits(), quota or MemoryQuota(), log or ChangeLog()
         self.requests = OpenRequests()
         self._leases = Leases(log, self.requests)
-        waiters, self._watches = Waiters(self.requests), Watches(limits, self.requests)
-        self.keys = KeySpace(limits, quota, log, waiters, self._watches, self._leases)
+        waiters, self._streams = Waiters(self.requests), OpenStreams(limits, self.requests)
+        self.keys = KeySpace(limits, quota, log, waiters, self._streams, self._leases)
         self.queues = Queues(limits, quota, log, self.requests, waiters)
         self.barriers = Barriers(limits, self.requests, self.keys)
         self._waiters = waiters
-        self._channels = Channels(limits, self.requests)
         self._identities: dict[Client, bytes] = {}
         self._immediate: dict[Op, Callable[..., Any]] = {
             Op.SET: self.keys.set,
@@ -70,7 +66,7 @@ class StoreState:
             Op.LIST_KEYS: self.keys.list_keys,
             Op.QUEUE_PUSH: self.queues.push,
             Op.QUEUE_LEN: self.queues.length,
-            Op.PUBLISH: self._channels.publish,
+            Op.PUBLISH: self._streams.publish,
         }
         self._of_place: dict[Op, Callable[..., Any]] = {
             Op.GET: self.keys.get,
@@ -78,7 +74,7 @@ class StoreState:
             Op.WAIT: self.wait,
             Op.QUEUE_POP: self.queues.pop,
             Op.BARRIER: self.barriers.join,
-            Op.SUBSCRIBE: self._channels.subscribe,
+            Op.SUBSCRIBE: self._streams.subscribe,
             Op.WATCH: self._watch,
             Op.WATCH_KEYS: self._watch_keys,
             Op.SET_EPHEMERAL: self._set_ephemeral,
@@ -104,13 +100,11 @@ class StoreState:
 
     @property
     def num_open(self) -> int:
-        """How many requests are open, over all clients."""
         return self.requests.num_open
 
     # -- keys and queues ---------------------------------------------------------------------------
 
     def check(self, keys: list[str]) -> bool:
-        """Whether each key has a value or a queue."""
         peek, queues = self.keys.peek, self.queues
         for key in keys:
             if peek(key) is None and key not in queues:
@@ -118,16 +112,15 @@ class StoreState:
         return True
 
     def wait(self, place: Place, keys: list[str]) -> Any:
-        """Block until each key has had a value or a queue."""
         missing = {key for key in keys if key not in self.keys and key not in self.queues}
         return self._waiters.add(place, Op.WAIT, keys, missing) if missing else None
 
     def _watch(self, place: Place, key: str) -> bytes | None:
-        self._watches.watch(place, key)
+        self._streams.watch(place, key)
         return self.keys.peek(key)
 
     def _watch_keys(self, place: Place, prefix: str) -> list[str | bytes]:
-        return self._watches.watch_prefix(place, prefix, self.keys.under(prefix))
+        return self._streams.watch_prefix(place, prefix, self.keys.under(prefix))
 
     # -- leases -----------------------------------------------------------------------------------
 
@@ -220,10 +213,6 @@ class StoreState:
 
     # -- ends of a server -------------------------------------------------------------------------
 
-    def contents(self) -> Contents:
-        """Return a copy of the contents that a later server restores, without client sessions."""
-        return self.gather()()
-
     def gather(self) -> Callable[[], Contents]:
         """Return a function that makes, in any thread, a copy of the present contents, without client sessions.
 
@@ -234,7 +223,6 @@ class StoreState:
         return lambda: Contents(values, queues(), serial, attached=attached(), shared=shared)
 
     def restore(self, contents: Contents) -> None:
-        """Take over the contents of an earlier server, before the first request."""
         self.keys.restore(contents.values)
         self.queues.restore(contents.queues, contents.pushed)
         self._leases.restore(contents.attached, contents.shared)

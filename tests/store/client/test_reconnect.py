@@ -26,6 +26,7 @@ from asyncdist.store.client import connect as connecting
 from asyncdist.store.client.blocking_socket import BlockingSocket
 from asyncdist.store.client.pending import PendingRequest
 from asyncdist.store.protocol import operations
+from asyncdist.store.server.session import Session
 from tests.support.faults import Proxy
 from tests.support.ports import free_port
 from tests.support.stores import LONG, TOKEN
@@ -216,7 +217,7 @@ async def test_subscription_ends_with_an_error_because_messages_may_be_lost(prox
 async def test_server_drops_acknowledged_answers(server, store):
     for _ in range(5):
         await asyncio.gather(*(store.add("n", 1) for _ in range(400)))
-    ((_, answers, _),) = server.sessions.contents().values()
+    ((_, answers, _),) = server.sessions.gather()().values()
     assert len(answers) < 1000
 
 
@@ -232,7 +233,7 @@ async def test_connections_that_break_at_once_share_the_patience_of_one(server, 
     store = await connect(kind=kind, store_reconnect=SHORT)
     waiting = asyncio.ensure_future(store.get("k"))
     await eventually(lambda: server.state.num_open == 1)
-    monkeypatch.setattr(server, "resume", hang_up)
+    monkeypatch.setattr(Session, "resume", hang_up)
     server.drop_all()
     with pytest.raises(StoreConnectionError, match=r"as did \d+ further connections within 0.2 s"):
         await waiting

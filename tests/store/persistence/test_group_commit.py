@@ -125,7 +125,7 @@ async def test_unacknowledged_item_is_in_the_queue_after_a_restart(tmp_path, eve
         popped = server.state.execute("a client that dies", 1, Op.QUEUE_POP, ("q", False))
         assert popped[0].value == b"first"
         assert await store.queue_pop("q") == b"second"
-        await eventually(lambda: server.state.contents().queues["q"] == {1: b"first"})
+        await eventually(lambda: server.state.gather()().queues["q"] == {1: b"first"})
     async with served(tmp_path) as (_, store):
         assert await store.queue_pop("q", block=False) == b"first"
         with pytest.raises(StoreError, match="is empty"):

@@ -24,7 +24,7 @@ from asyncdist.store.protocol.codec import (
     hello,
     messages_in,
 )
-from asyncdist.store.protocol.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Op, OperationKind
+from asyncdist.store.protocol.operations import FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Op, OperationKind
 from tests.support.received_messages import ReceivedMessages
 
 LIMIT = 1000
@@ -40,10 +40,7 @@ arguments = {
     FLAG: st.booleans(),
 }
 requests = st.one_of(
-    *(
-        st.tuples(st.integers(0, 1 << 63), st.just(op), st.tuples(*(arguments[kind] for kind in kinds)))
-        for op, kinds in ARGUMENTS.items()
-    )
+    *(st.tuples(st.integers(0, 1 << 63), st.just(op), st.tuples(*(arguments[kind] for kind in op.kinds))) for op in Op)
 )
 
 
@@ -173,7 +170,7 @@ def test_arguments_of_wrong_types_are_refused(op, args):
     except ProtocolError:
         return
     python_types = {KEY: str, VALUE: bytes, NUMBER: int, FLAG: bool, KEYS: list, VALUES: list}
-    assert [type(arg) for arg in request.args] == [python_types[kind] for kind in ARGUMENTS[op]]
+    assert [type(arg) for arg in request.args] == [python_types[kind] for kind in op.kinds]
 
 
 @pytest.mark.parametrize("before", [b"", Encoder().frame(1, Op.NUM_KEYS)])

@@ -103,7 +103,7 @@ async def test_requests_at_the_old_connection_of_a_reconnected_client_are_not_ap
     await eventually(lambda: session.unfinished)
     await raw(server, proven=True)
     (new,) = server.admission.connections - {session}
-    server.resume(new, b"identity", 1000)
+    new.resume(b"identity", 1000)
     session.resume_writing()
     assert server.state.keys.peek("n") is None
     assert await earlier.ended()

@@ -10,8 +10,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.operations import Op, OperationKind, Reason, Reply
-from asyncdist.store.state.limits import SizeLimits
 from asyncdist.store.state.machine import StoreState
+from asyncdist.store.state.model import SizeLimits
 
 INT64_MAX = (1 << 63) - 1
 

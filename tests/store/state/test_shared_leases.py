@@ -106,7 +106,7 @@ def test_end_of_a_lease_deletes_ephemeral_keys_of_any_client(state):
     state.expire("a")
     state.expire("b")
     assert state.key_names() == OTHERS
-    assert state.state.contents().attached == {}
+    assert state.state.gather()().attached == {}
 
 
 def test_watchers_are_notified_of_deleted_keys(state):
@@ -154,7 +154,7 @@ def test_cancelled_request_for_a_lease_is_not_granted(abandoned):
     abandoned.ask("d", Op.CANCEL, abandoned.number)
     abandoned.expire("a")
     assert abandoned.expire("b") == []
-    assert abandoned.state.contents().shared == {}
+    assert abandoned.state.gather()().shared == {}
 
 
 async def test_client_that_returns_after_expiry_learns_of_the_loss(eventually):
@@ -212,5 +212,5 @@ async def test_killed_daemon_restores_shared_leases(tmp_path, eventually):
         await stores[1].close()
         await eventually(lambda: len(server.state.keys) == 1)
     async with await StoreServer.start("127.0.0.1", 0, config=config, data=tmp_path) as server:
-        assert server.state.contents().values == {"k": b"w"}
+        assert server.state.gather()().values == {"k": b"w"}
         assert server.state.queues.num_items == 0

@@ -1,29 +1,42 @@
-"""Watches of a key, and of all keys under a prefix: the store sends each change to them. Part of `machine`. No I/O."""
+"""Streams: subscriptions to a channel, watches of a key, and watches of all keys under a prefix. No I/O.
+
+Part of `machine`. A published message goes to the present subscriptions and is not stored.
+"""
 
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 from asyncdist.store.protocol.operations import CHANGED, GONE, Reason
-from asyncdist.store.state.limits import SizeLimits
-from asyncdist.store.state.model import Place, RequestRefused, drop_from, named
+from asyncdist.store.state.model import Place, RequestRefused, SizeLimits, drop_from, named
 from asyncdist.store.state.requests import OpenRequests
 
 
-class Watches:
-    """The open watches. A message to a watch begins with `CHANGED` or `GONE`."""
+class OpenStreams:
+    """The open subscriptions and watches. A message to a watch begins with `CHANGED` or `GONE`."""
 
     def __init__(self, limits: SizeLimits, requests: OpenRequests) -> None:
         self._limits = limits
         self._requests = requests
+        self._of_channels: dict[str, dict[Place, None]] = {}
         self.of_keys: dict[str, dict[Place, None]] = {}
         self.of_prefixes: dict[str, dict[Place, None]] = {}
         self._num_prefixes: dict[int, int] = {}
         """By length, how many prefixes are watched."""
 
+    def publish(self, channel: str, message: bytes) -> int:
+        self._limits.check(channel, len(message))
+        places = self._of_channels.get(channel, {})
+        self._requests.publish(places, message)
+        return len(places)
+
+    def subscribe(self, place: Place, channel: str) -> None:
+        self._requests.open(place, partial(_drop, self._of_channels), channel)
+        self._of_channels.setdefault(channel, {})[place] = None
+
     def watch(self, place: Place, key: str) -> None:
-        """Watch a key."""
-        self._requests.open(place, self._unwatch, key)
+        self._requests.open(place, partial(_drop, self.of_keys), key)
         self.of_keys.setdefault(key, {})[place] = None
 
     def watch_prefix(self, place: Place, prefix: str, values: dict[str, bytes]) -> list[str | bytes]:
@@ -58,12 +71,13 @@ class Watches:
             name = key.encode()
             self._requests.publish(matching, b"".join((kind, len(name).to_bytes(4, "little"), name, content)))
 
-    def _unwatch(self, place: Place, key: str) -> None:
-        drop_from(self.of_keys, key, place)
-
     def _unwatch_prefix(self, place: Place, prefix: str) -> None:
         drop_from(self.of_prefixes, prefix, place)
         if prefix not in self.of_prefixes:
             self._num_prefixes[len(prefix)] -= 1
             if not self._num_prefixes[len(prefix)]:
                 del self._num_prefixes[len(prefix)]
+
+
+def _drop(streams: dict[str, dict[Place, None]], place: Place, name: str) -> None:
+    drop_from(streams, name, place)
