@@ -32,7 +32,7 @@ from asyncdist.errors import AsyncdistError, ProtocolError, StoreConnectionError
 from asyncdist.net.security.tls import client_context
 from asyncdist.store.client.blocking_socket import BlockingSocket, open_blocking_socket, shake_hands
 from asyncdist.store.client.connect import ConnectRetry, ReconnectPolicy, SilentServer, broken, closed
-from asyncdist.store.client.pending import BlockingClient, PendingRequest, acquire
+from asyncdist.store.client.pending import BlockingClient, PendingRequest, PendingStream, acquire
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, ClientProtocol
 from asyncdist.store.protocol.operations import Command
 
@@ -411,6 +411,12 @@ class BlockingConnection(BlockingClient):
             self._threads.submit(self.close)
         else:
             self.guard(self._close)
+
+    def end_stream(self, stream: PendingStream[Any]) -> None:
+        self.close()  # a stream has a connection of its own
+
+    def drop_stream(self, stream: PendingStream[Any]) -> None:
+        self.close()
 
     def _close(self) -> None:
         sock = self._enqueue(self.protocol.goodbye)

@@ -1,7 +1,4 @@
-"""How a store client connects: attempts until a deadline, the reconnect policy, and the errors that the user gets.
-
-Both store clients use it; the rendezvous uses `ConnectRetry` for look-ups of names. It imports no client.
-"""
+"""How a store client connects: attempts until a deadline, the reconnect policy, and the errors that the user gets."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from asyncdist.base.error_text import describe_error
 from asyncdist.errors import AddressError, AsyncdistError, CertificateError, LookUpTimeoutError, StoreConnectionError
 from asyncdist.net.network import begin_look_up, is_address
 from asyncdist.net.security.tls import handshake_error
+from asyncdist.store.protocol.c10d import MAGIC, U32, Code
 from asyncdist.store.protocol.client_protocol import ClientProtocol
 
 log = logging.getLogger("asyncdist")
@@ -36,6 +34,8 @@ STEADY = 0.5
 
 TELL_AFTER = 10.0
 """Seconds without a store after which a client that goes on trying logs it."""
+
+_C10D_PING = bytes([Code.VALIDATE]) + U32.pack(MAGIC) + bytes([Code.PING]) + U32.pack(MAGIC)
 
 _MAX_TLS_REJECTIONS = 8
 """How often in a row a store may hang up right after the TLS handshake. A store that is ending does so once or twice."""
@@ -144,12 +144,7 @@ class ReconnectPolicy:
     has answered a request, or the connection lasted for `STEADY` seconds. Connections that break earlier share the
     patience that was left, because a request of this client may be what breaks them.
 
-    Args:
-        protocol: The client's session.
-        host: The store's host.
-        port: The store's port.
-        patience: Seconds; with 0 a client never connects again.
-        sleep: How a blocking client pauses between two attempts; see `Backoff`.
+    With a patience of 0 s a client never connects again. ``sleep`` is how a blocking client pauses; see `Backoff`.
     """
 
     def __init__(
@@ -289,3 +284,17 @@ def _connect_to_first(addresses: list[str], port: int, timeout: float) -> socket
             lifecycle.close_in_children(sock)
             return sock
     raise first
+
+
+def accepts_c10d_clients(host: str, port: int, timeout: float) -> bool:
+    """Return whether the server at a port answers a client of torch's TCPStore within ``timeout`` seconds.
+
+    An asyncdist store that refuses such clients from this host closes the connection instead. Torch's own error message
+    does not name the cause.
+    """
+    try:
+        with connect(host, port, timeout) as sock:
+            sock.sendall(_C10D_PING)
+            return bool(sock.recv(U32.size))
+    except OSError:
+        return False

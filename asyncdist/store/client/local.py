@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from asyncdist.base.deadline import Deadline, Timeout, seconds, wait_until_set
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store.base import BlockingStream, Store
-from asyncdist.store.client.pending import BlockingClient, ClientStream, PendingRequest
+from asyncdist.store.client.pending import BlockingClient, ClientStream, PendingRequest, PendingStream
 from asyncdist.store.protocol.client_protocol import refusal
 from asyncdist.store.protocol.operations import BLOCKING, STREAMS, Command, Op, OperationKind
 from asyncdist.store.protocol.streams import stream_buffer
@@ -29,7 +29,7 @@ class LocalClient(BlockingClient):
         self._state = StoreState()
         self._requests: dict[int, PendingRequest[Any]] = {}
         self._last = 0
-        self._dropped: deque[PendingRequest[Any]] = deque()
+        self._dropped: deque[PendingStream[Any]] = deque()
         self._over: StoreConnectionError | None = None
 
     def wait_for(self, pending: PendingRequest[Any], deadline: Deadline) -> None:
@@ -40,9 +40,11 @@ class LocalClient(BlockingClient):
         if not wait_until_set(event, deadline.remaining()):
             raise TimeoutError
 
-    def drop(self, pending: PendingRequest[Any]) -> None:
-        """Cancel a stream before the next request. The garbage collector may call this while the thread holds the lock."""
-        self._dropped.append(pending)
+    def end_stream(self, stream: PendingStream[Any]) -> None:
+        self.guard(self.give_up, stream.number)
+
+    def drop_stream(self, stream: PendingStream[Any]) -> None:
+        self._dropped.append(stream)  # cancelled before the next request: the lock may be held
 
     def begin(self, command: Command[Any], pending: PendingRequest[Any], deadline: Deadline) -> None:
         while self._dropped:
@@ -109,8 +111,7 @@ class HashStore(Store):
         return self._client.perform(command, self._timeout if timeout is None else seconds(timeout))
 
     def stream(self, command: Command[Any], hidden: str = "") -> BlockingStream[Any]:
-        client, buffer = self._client, stream_buffer(command, hidden)
-        return ClientStream(client, command, buffer, self._timeout, store=self, dropped=client.drop)
+        return ClientStream(self._client, command, stream_buffer(command, hidden), self._timeout, self)
 
     def clone(self) -> HashStore:
         """Return the same store with a timeout of its own. To close one closes both."""

@@ -1,7 +1,5 @@
 """The format of a store's log on disk: a header, then frames, each with its checksums.
 
-Used by `journal` and `FileStore`.
-
     header   MAGIC, the log's salt (8 random bytes), u64 number of the first frame; u32 CRC of these
     frame    mark, u64 length, u64 number, u32 CRC of the body; u32 CRC of these, seeded with the salt; then the body
 

@@ -302,7 +302,10 @@ class ClientProtocol(InboxOwner):
             if op in CHANGING:
                 self._changes.pop(request, None)
                 self._unacknowledged_nbytes += cost_of(value)
-                self._note_ephemeral(handler.command, kind)
+                if kind == OperationKind.RESULT and op is Op.SET_EPHEMERAL:
+                    self._ephemeral[handler.command.args[0]] = handler.command
+                elif kind == OperationKind.RESULT:
+                    self._note_lasting(handler.command)
             if kind == OperationKind.RESULT:
                 if op is Op.ACQUIRE_LEASE:
                     self._leases.update(handler.command.keys)
@@ -358,14 +361,6 @@ class ClientProtocol(InboxOwner):
         self._changes.pop(request, None)
         key: str = self._restoring.pop(request).args[0]
         return key
-
-    def _note_ephemeral(self, command: Command[Any], kind: int) -> None:
-        if kind != OperationKind.RESULT:
-            return
-        if command.op is Op.SET_EPHEMERAL:
-            self._ephemeral[command.args[0]] = command
-        else:
-            self._note_lasting(command)
 
     def _note_lasting(self, command: Command[Any]) -> None:
         op, args = command

@@ -1,9 +1,8 @@
 """Admission of new connections, and the phase before a connection's protocol and authentication are known.
 
 Clients of this package begin with the handshake of `net.security.auth`, and prove that they hold the token. Torch's clients
-begin with a zero byte and a magic number. Torch's format has no authentication, so `c10d_policy` defines from which
-addresses the server accepts torch's clients. A `PendingConnection` then passes its transport to a session. Called by
-`asyncdist.store.server.server`, which this module does not import.
+begin with a zero byte and a magic number. Torch's format has no authentication, so `C10d` defines from which
+addresses the server accepts torch's clients. A `PendingConnection` then passes its transport to a session.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Protocol, cast
 
+from asyncdist.config import Config
 from asyncdist.errors import ProtocolError
 from asyncdist.net.acceptor import Acceptor
 from asyncdist.net.admission import EvictingQueue
@@ -24,7 +25,6 @@ from asyncdist.net.network import is_loopback, peer_name
 from asyncdist.net.refusals import RefusalLog
 from asyncdist.net.security.auth import WANTS_TLS, HandshakeDriver
 from asyncdist.net.security.tls import handshake_error
-from asyncdist.store.c10d_policy import C10d
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.codec import hello
 from asyncdist.store.protocol.operations import Reply
@@ -38,25 +38,29 @@ _TLS_HANDSHAKE = b"\x16"
 _C10D_OPENING = bytes([c10d_wire.Code.VALIDATE]) + c10d_wire.U32.pack(c10d_wire.MAGIC)
 
 
-class Admission:
-    """The connections of one server.
+class C10d(StrEnum):
+    """The addresses from which a store accepts torch's clients, each of which can read and write every key.
 
-    Args:
-        max_connections: How many connections may be open at a time.
-        dismiss: Releases what a connection has open; called before an evicted connection is aborted.
-        refusals: Counts and logs the connections that are refused.
-        limit: Seconds of silence after which a client's host counts as vanished.
-
-    Attributes:
-        unauthenticated: The connections that have not authenticated yet.
+    A store with a token or TLS refuses them by default, and so does a store of a rank: ranks use asyncdist's own format.
     """
 
+    OFF = "off"
+    LOOPBACK = "loopback"
+    ANY = "any"
+
+    @classmethod
+    def of(cls, config: Config, token: str | None) -> C10d:
+        """Return the policy of ``ASYNCDIST_STORE_C10D``, or for ``auto`` the default. Raises ValueError."""
+        if config.store_c10d != "auto":
+            return cls(config.store_c10d)
+        return cls.OFF if token or config.tls_cert else cls.LOOPBACK
+
+
+class Admission:
+    """The connections of one server. A client's host counts as vanished after ``limit`` seconds of silence."""
+
     def __init__(
-        self,
-        max_connections: int,
-        dismiss: Callable[[ServerConnection], None],
-        refusals: RefusalLog,
-        limit: float,
+        self, max_connections: int, dismiss: Callable[[ServerConnection], None], refusals: RefusalLog, limit: float
     ) -> None:
         self.max_connections, self.refusals = max_connections, refusals
         self._look_interval = look_interval(limit, SERVER_LOOKS)

@@ -2,8 +2,7 @@
 
 Requests of torch's format have no ids, so the session numbers those that block. Their replies are sent when they are due,
 possibly after those of later requests, as torch's server does. A failed request without a reply in the format (a value
-that is too long, ``add`` to a value that is not an integer) ends the connection, and the log says why. This module does not
-import the server.
+that is too long, ``add`` to a value that is not an integer) ends the connection, and the log says why.
 """
 
 from __future__ import annotations

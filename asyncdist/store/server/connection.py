@@ -79,13 +79,8 @@ class ServerContext(Protocol):
 class ServerConnection(asyncio.Protocol, ABC):
     """The connection of one client. It is hashed by identity, and the state machine identifies the client by it.
 
-    Args:
-        server: The part of the server that the connection uses.
-        transport: Its transport; None until the event loop has connected it.
-        peer: The client's address, for the log.
-
-    Attributes:
-        paused: Whether no further request is executed, for one of the reasons in `_must_pause`.
+    ``transport`` is None until the event loop has connected it. While ``paused``, no further request is executed, for one
+    of the reasons in `_must_pause`.
     """
 
     __slots__ = (
@@ -122,12 +117,7 @@ class ServerConnection(asyncio.Protocol, ABC):
 
     @abstractmethod
     def receive(self, data: bytes) -> None:
-        """Execute the requests in the bytes that arrived.
-
-        Raises:
-            ProtocolError: The client breaks the protocol.
-            AuthenticationError: The client cannot prove that it holds the token.
-        """
+        """Execute the requests in the bytes that arrived. Raises ProtocolError and AuthenticationError."""
 
     @abstractmethod
     def answer(self, reply: Reply) -> None:

@@ -31,13 +31,12 @@ from asyncdist.net.listening import BACKLOG
 from asyncdist.net.network import is_address
 from asyncdist.net.refusals import RefusalLog
 from asyncdist.net.security.tls import server_context
-from asyncdist.store.c10d_policy import policy
 from asyncdist.store.persistence.group_commit import Fsync, GroupCommit
 from asyncdist.store.protocol.c10d import RequestCache
 from asyncdist.store.protocol.codec import Encoder, message_limit
 from asyncdist.store.protocol.operations import OperationKind, Reason, Reply
 from asyncdist.store.server import listener
-from asyncdist.store.server.accept import Admission, PendingConnection, SniffingListener
+from asyncdist.store.server.accept import Admission, C10d, PendingConnection, SniffingListener
 from asyncdist.store.server.c10d_session import cached_answers, handlers_of
 from asyncdist.store.server.connection import ServerConnection
 from asyncdist.store.server.fast_path import EpollFastPath
@@ -64,7 +63,7 @@ class StoreServer(lifecycle.ProcessBound):
         self.port = 0
         self.config = config
         self.token = token
-        self.c10d = policy(config, token)
+        self.c10d = C10d.of(config, token)
         """From where clients of torch's TCPStore are accepted."""
         self.quota = MemoryQuota(config.store_max_nbytes)
         self.change_log = ChangeLog()
@@ -108,18 +107,22 @@ class StoreServer(lifecycle.ProcessBound):
         fsync: Fsync = Fsync.ALWAYS,
         stays: bool = False,
         polls: bool = False,
+        of_rank: bool = False,
     ) -> StoreServer:
         """Listen at ``host`` ("" is every interface) and ``port`` (0 is any free one) on the running loop.
 
         ``sockets`` are bound sockets to listen on instead; the server closes them in the end. With ``data``, a folder,
         the store restores its contents from there, and acknowledges a change once it is written there according to
         ``fsync``. ``stays`` tells clients that another server may follow at this address. With ``polls`` the server has
-        a process of its own, and polls without sleeping where that pays.
+        a process of its own, and polls without sleeping where that pays. ``of_rank`` refuses torch's clients by default.
 
         Raises AddressError if the port is in use or the host does not resolve, UsageError beyond loopback without a
         token, JournalError if the data cannot be used.
         """
-        server = cls(config or Config(), token, stays=stays, polls=polls)
+        config = config or Config()
+        if of_rank and config.store_c10d == "auto":
+            config = config.with_(store_c10d=C10d.OFF)
+        server = cls(config, token, stays=stays, polls=polls)
         bound = list(sockets)
         try:
             if bound:
@@ -336,7 +339,7 @@ class StoreServer(lifecycle.ProcessBound):
             self._scoped_stores.add(store)
             reply = Reply(connection, request, OperationKind.RESULT, store.port)
             try:
-                self.state.at_lease_end(identity, prefix, lambda: self._spawn(self._close_scoped(store)))
+                self.state.leases.at_end(identity, prefix, lambda: self._spawn(self._close_scoped(store)))
             except RequestRefused as refused:
                 await self._close_scoped(store)
                 reply = refused.reply(connection, request)

@@ -1,7 +1,4 @@
-"""The keys of a store in alphabetical order, so that the keys under a prefix are found without a visit to the others.
-
-Part of `key_space`. No I/O.
-"""
+"""The keys of a store in alphabetical order, so that the keys under a prefix are found without a visit to the others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Keys and their values. The memory quota counts and the change log records every change; waiters and watches see it.
-
-Part of `machine`. No I/O.
-"""
+"""Keys and their values. The memory quota counts and the change log records every change; waiters and watches see it."""
 
 from __future__ import annotations
 

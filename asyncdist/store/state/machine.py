@@ -35,11 +35,6 @@ class StoreState:
     """The state machine.
 
     A caller that calls a concept directly, bypassing `execute`, sends the replies of ``requests.collect()``.
-
-    Args:
-        limits: The longest value and key.
-        quota: Counts the bytes of values and queue items.
-        log: Records the changes.
     """
 
     def __init__(
@@ -47,9 +42,9 @@ class StoreState:
     ) -> None:
         limits, quota, log = limits or SizeLimits(), quota or MemoryQuota(), log or ChangeLog()
         self.requests = OpenRequests()
-        self._leases = Leases(log, self.requests)
+        self.leases = Leases(log, self.requests)
         waiters, self._streams = Waiters(self.requests), OpenStreams(limits, self.requests)
-        self.keys = KeySpace(limits, quota, log, waiters, self._streams, self._leases)
+        self.keys = KeySpace(limits, quota, log, waiters, self._streams, self.leases)
         self.queues = Queues(limits, quota, log, self.requests, waiters)
         self.barriers = Barriers(limits, self.requests, self.keys)
         self._waiters = waiters
@@ -130,7 +125,7 @@ class StoreState:
         Return the replies that are due to other clients.
         """
         self._identities[client] = identity
-        self._leases.connected(identity)
+        self.leases.connected(identity)
         return self.requests.collect()
 
     def expire(self, client: Client) -> list[Reply]:
@@ -138,12 +133,8 @@ class StoreState:
         self._expire(client)
         return self.requests.collect()
 
-    def at_lease_end(self, client: Client, prefix: str, callback: Callable[[], None]) -> None:
-        """Call ``callback`` at the end of the lease on ``prefix``. Raises RequestRefused if the client does not keep it."""
-        self._leases.at_end(client, prefix, callback)
-
     def _expire(self, client: Client) -> None:
-        for lease in self._leases.expired(client):
+        for lease in self.leases.expired(client):
             self._end(lease)
 
     def _end(self, lease: Lease) -> None:
@@ -153,13 +144,13 @@ class StoreState:
             for key in self.keys.under(lease.prefix):
                 self.keys.delete(key)
             self.queues.clear(lease.prefix)
-            self._leases.admit(lease.prefix)
+            self.leases.admit(lease.prefix)
         for callback in lease.at_end:
             callback()
 
     def _set_ephemeral(self, place: Place, key: str, value: bytes) -> None:
         self.keys.set(key, value)
-        self._leases.attach(key, self._keeper(place))
+        self.leases.attach(key, self._keeper(place))
 
     def _restore_ephemeral(self, place: Place, key: str, value: bytes) -> bool:
         if key in self.keys:
@@ -168,10 +159,10 @@ class StoreState:
         return True
 
     def _acquire_lease(self, place: Place, prefix: str) -> object:
-        return self._leases.acquire(place, self._keeper(place), prefix)
+        return self.leases.acquire(place, self._keeper(place), prefix)
 
     def _release_lease(self, place: Place, prefix: str) -> None:
-        lease = self._leases.release(self._keeper(place), prefix)
+        lease = self.leases.release(self._keeper(place), prefix)
         if lease is not None:
             self._end(lease)
 
@@ -208,7 +199,7 @@ class StoreState:
         if identity is None:
             self._expire(client)
         else:
-            self._leases.disconnected(identity)
+            self.leases.disconnected(identity)
         return NO_REPLY
 
     # -- ends of a server -------------------------------------------------------------------------
@@ -219,10 +210,10 @@ class StoreState:
         This call copies references only. The rest takes a second for millions of items.
         """
         values, queues, serial = self.keys.contents(), self.queues.gather(), self.queues.last_serial
-        attached, shared = self._leases.attached(), self._leases.shared()
+        attached, shared = self.leases.attached(), self.leases.shared()
         return lambda: Contents(values, queues(), serial, attached=attached(), shared=shared)
 
     def restore(self, contents: Contents) -> None:
         self.keys.restore(contents.values)
         self.queues.restore(contents.queues, contents.pushed)
-        self._leases.restore(contents.attached, contents.shared)
+        self.leases.restore(contents.attached, contents.shared)

@@ -1,7 +1,4 @@
-"""Data model of the store's state: refusals, limits, costs in memory, and the contents that outlive a server.
-
-Used by all of `store.state` and by `store.persistence`. It imports only `store.protocol.operations`.
-"""
+"""Data model of the store's state: refusals, limits, costs in memory, and the contents that outlive a server."""
 
 from __future__ import annotations
 
@@ -163,23 +160,14 @@ dropped before it had arrived."""
 
 @dataclass(slots=True)
 class Contents:
-    """The contents of a store, as a later server of the same store restores them.
-
-    Attributes:
-        values: Value by key.
-        queues: Items by key and serial number.
-        pushed: The last serial number given.
-        members: Client sessions by identity.
-        attached: The identity of the client session by ephemeral key.
-        shared: The identities of the client sessions that keep the lease on a prefix.
-    """
+    """The contents of a store, as a later server of the same store restores them."""
 
     values: dict[str, bytes] = field(default_factory=dict)
-    queues: dict[str, dict[int, bytes]] = field(default_factory=dict)
-    pushed: int = 0
-    members: dict[bytes, MemberContents] = field(default_factory=dict)
-    attached: dict[str, bytes] = field(default_factory=dict)
-    shared: dict[str, set[bytes]] = field(default_factory=dict)
+    queues: dict[str, dict[int, bytes]] = field(default_factory=dict)  # by key and serial number
+    pushed: int = 0  # the last serial number
+    members: dict[bytes, MemberContents] = field(default_factory=dict)  # client sessions by identity
+    attached: dict[str, bytes] = field(default_factory=dict)  # identities by ephemeral key
+    shared: dict[str, set[bytes]] = field(default_factory=dict)  # identities that keep the lease on a prefix
 
     @property
     def longest_nbytes(self) -> tuple[int, int]:

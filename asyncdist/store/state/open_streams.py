@@ -6,7 +6,6 @@ Part of `machine`. A published message goes to the present subscriptions and is 
 from __future__ import annotations
 
 import itertools
-from functools import partial
 
 from asyncdist.store.protocol.operations import CHANGED, GONE, Reason
 from asyncdist.store.state.model import Place, RequestRefused, SizeLimits, drop_from, named
@@ -32,12 +31,10 @@ class OpenStreams:
         return len(places)
 
     def subscribe(self, place: Place, channel: str) -> None:
-        self._requests.open(place, partial(_drop, self._of_channels), channel)
-        self._of_channels.setdefault(channel, {})[place] = None
+        self._requests.open_in(self._of_channels, place, channel)
 
     def watch(self, place: Place, key: str) -> None:
-        self._requests.open(place, partial(_drop, self.of_keys), key)
-        self.of_keys.setdefault(key, {})[place] = None
+        self._requests.open_in(self.of_keys, place, key)
 
     def watch_prefix(self, place: Place, prefix: str, values: dict[str, bytes]) -> list[str | bytes]:
         """Watch all keys under a prefix; return the present ``values``, each after its key.
@@ -77,7 +74,3 @@ class OpenStreams:
             self._num_prefixes[len(prefix)] -= 1
             if not self._num_prefixes[len(prefix)]:
                 del self._num_prefixes[len(prefix)]
-
-
-def _drop(streams: dict[str, dict[Place, None]], place: Place, name: str) -> None:
-    drop_from(streams, name, place)

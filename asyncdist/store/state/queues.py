@@ -91,16 +91,11 @@ class Queues:
             return self._hand_over(place, key)
         if not block:
             raise RequestRefused(Reason.EMPTY, f"queue {named(key)} is empty")
-        self._requests.open(place, self._withdraw_blocked_pop, key)
-        self._pops.setdefault(key, {})[place] = None
+        self._requests.open_in(self._pops, place, key)
         return NO_REPLY
 
     def take(self, client: Client, key: str) -> tuple[int, bytes]:
-        """Remove the first item without confirmation.
-
-        Returns:
-            The number of items before, and the item; 0 and b"" if the queue is empty.
-        """
+        """Remove the first item without confirmation; return the number of items before and the item, or 0 and b""."""
         self._clear_wakeup(client, key)
         length = self.length(key)
         if not length:
@@ -119,11 +114,7 @@ class Queues:
         return place in self._unconfirmed
 
     def give_back(self, places: list[Place]) -> None:
-        """Return the items of withdrawn pops to the heads of their queues, then serve other requests with them.
-
-        Args:
-            places: The pops, oldest first.
-        """
+        """Return the items of withdrawn pops, oldest first, to the heads of their queues; then serve others with them."""
         keys = []
         for place in reversed(places):
             key, item = self._unconfirmed.pop(place)
@@ -167,7 +158,7 @@ class Queues:
                 self._woken.setdefault(client, {})[key] = None
 
     def _hand_over(self, place: Place, key: str) -> bytes:
-        self._requests.open(place, self._withdraw_unconfirmed_pop, key)
+        self._requests.open(place, lambda place, _: self.give_back([place]), key)
         item = self._remove_first(key)
         self._unconfirmed[place] = key, item
         return item[1]
@@ -198,12 +189,6 @@ class Queues:
         self._quota.nbytes -= len(item) + ENTRY_NBYTES
         if self._log.recording:
             self._log.record(Change.GONE, key, serial)
-
-    def _withdraw_blocked_pop(self, place: Place, key: str) -> None:
-        drop_from(self._pops, key, place)
-
-    def _withdraw_unconfirmed_pop(self, place: Place, key: str) -> None:
-        self.give_back([place])
 
     # -- ends of a server -------------------------------------------------------------------------
 

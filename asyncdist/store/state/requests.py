@@ -38,6 +38,11 @@ class OpenRequests:
             raise RequestRefused(Reason.INVALID, f"request id {place[1]} is in use")
         requests[place[1]] = withdraw, subject
 
+    def open_in(self, waiting: dict[str, dict[Place, None]], place: Place, key: str) -> None:
+        """Add a request, and its place under ``key`` in ``waiting``; a cancelled request leaves both."""
+        self.open(place, lambda place, key: drop_from(waiting, key, place), key)
+        waiting.setdefault(key, {})[place] = None
+
     def close(self, place: Place) -> tuple[Withdraw, Any]:
         client, request = place
         requests = self._open[client]

@@ -4,8 +4,7 @@ A client sends its identity at the beginning of each connection. Its session kee
 client confirms them, so that a change that is retried after a broken connection is applied once. Beyond a limit the
 session drops the oldest replies, and keeps the number of the last request whose reply it dropped. When a connection
 breaks, the session's lease starts to run; at its end the session closes and the server deletes its ephemeral keys.
-``now`` is an argument of every method that needs the time. Used by `store.server` and `store.persistence`. No I/O, no
-clock.
+``now`` is an argument of every method that needs the time.
 """
 
 from __future__ import annotations

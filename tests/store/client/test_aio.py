@@ -418,14 +418,6 @@ async def test_cancelled_connect_leaves_no_connection(server, eventually):
     gc.collect()
 
 
-async def test_a_store_without_a_token_on_loopback():
-    async with (
-        await StoreServer.start("127.0.0.1", 0, config=Config()) as server,
-        await AsyncStore.connect("127.0.0.1", server.port) as store,
-    ):
-        assert await store.add("n", 1) == 1
-
-
 @pytest.mark.each_loop
 async def test_stream_that_the_program_drops_ends(server, store, eventually):
     await store.set("k", "v")

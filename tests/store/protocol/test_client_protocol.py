@@ -5,11 +5,10 @@ from unittest.mock import ANY
 
 import pytest
 
-from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
-from asyncdist.net.connection.frames import HELLO, frame
+from asyncdist.errors import QueueEmptyError, StoreConnectionError, StoreError, UsageError
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.client_protocol import ClientProtocol
-from asyncdist.store.protocol.codec import VERSION, Encoder, Request, decode_request, hello, messages_in
+from asyncdist.store.protocol.codec import Encoder, Request, decode_request, hello, messages_in
 from asyncdist.store.protocol.operations import Command, Op, OperationKind, Reason
 
 LIMIT = 1 << 20
@@ -113,11 +112,6 @@ def test_message_that_cannot_be_sent_is_refused(protocol, command, error):
     with pytest.raises(UsageError, match=error):
         protocol.ask(Handler(command))
     assert not protocol.open_requests()
-
-
-def test_server_of_another_version_is_refused():
-    with pytest.raises(ProtocolError, match=f"version {VERSION + 1}"):
-        ClientProtocol().receive(frame(HELLO, Encoder().pack((0, 3, (VERSION + 1, LIMIT)))))
 
 
 def test_lease_without_a_limit_is_sent_as_a_long_time():

@@ -22,7 +22,6 @@ from asyncdist.store.protocol.codec import Encoder, framed
 from asyncdist.store.protocol.long_messages import LONG_NBYTES, LongMessage
 from asyncdist.store.protocol.operations import Op
 from asyncdist.store.server.session import Session
-from tests.support.faults import Proxy
 from tests.support.received_messages import ReceivedMessages
 from tests.support.stores import LONG, TOKEN
 
@@ -37,12 +36,6 @@ def config() -> Config:
     return CONFIG
 
 
-@pytest.fixture
-def proxy(server) -> Iterator[Proxy]:
-    with Proxy("127.0.0.1", server.port) as proxy:
-        yield proxy
-
-
 def patterned(nbytes: int) -> bytes:
     """Return bytes that differ between any two chunks."""
     row = b"".join(number.to_bytes(4, "little") for number in range(1 << 12))
@@ -55,7 +48,7 @@ def patterned(nbytes: int) -> bytes:
 def sent(*messages: LongMessage) -> bytes:
     """Return the bytes of messages that are sent one after the other."""
     frames: list[bytes] = []
-    outbox = Outbox(Writing(frames), in_order=True)
+    outbox = Outbox(Passing(frames.append), in_order=True)
     for message in messages:
         outbox.enqueue(message)
     while outbox.flush() is Flushed.MORE:
@@ -64,18 +57,19 @@ def sent(*messages: LongMessage) -> bytes:
     return b"".join(frames)
 
 
-class Writing:
-    """A socket that takes all."""
+class Passing:
+    """A socket that takes all, and passes it to a function."""
 
-    def __init__(self, written: list[bytes]) -> None:
+    def __init__(self, written) -> None:
         self._written = written
+
+    def sendmsg(self, buffers):
+        data = b"".join(buffers)
+        self._written(data)
+        return len(data)
 
     def send(self, data):
         return self.sendmsg([data])
-
-    def sendmsg(self, buffers):
-        self._written.append(b"".join(buffers))
-        return len(self._written[-1])
 
 
 def long(*fields: object) -> LongMessage:
@@ -164,21 +158,6 @@ async def test_small_requests_pass_while_a_large_value_goes_through(server, stor
     same, others = await asyncio.gather(small_requests_during(store, getting), small_requests_during(other, getting))
     assert min(same, others) > 20
     assert await getting == value
-
-
-class Passing:
-    """The socket of a blocking client, for what is written to it."""
-
-    def __init__(self, written) -> None:
-        self._written = written
-
-    def sendmsg(self, buffers):
-        data = b"".join(buffers)
-        self._written(data)
-        return len(data)
-
-    def send(self, data):
-        return self.sendmsg([data])
 
 
 def test_blocking_socket_sends_queued_requests_between_the_parts_of_a_large_value():
