@@ -33,7 +33,7 @@ from asyncdist.store.client.locked_file import LockedFile
 from asyncdist.store.client.pending import CallGuard
 from asyncdist.store.persistence import log_format
 from asyncdist.store.protocol.client_protocol import refusal
-from asyncdist.store.protocol.codec import Encoder, decode_request, messages_in
+from asyncdist.store.protocol.codec import decode_request, messages_in, packer
 from asyncdist.store.protocol.operations import KEY_CHANGES, Command, Op, OperationKind, Reply
 from asyncdist.store.state.machine import StoreState
 
@@ -64,7 +64,7 @@ class FileReplica(CallGuard):
         self._lock = threading.Lock()
         self._closed = False
         self._state = StoreState()
-        self._pack = Encoder().pack
+        self._pack = packer()
         self._num_opened = 0
         self._num_open = 0
         self._offset = 0
@@ -171,7 +171,7 @@ class FileReplica(CallGuard):
             file = BytesIO(data)
             file.seek(start)
             while True:
-                body = log_format.read_frame(file, len(data) - start, start, self._salt, self._next_frame)
+                body = log_format.read_frame(file, len(data) - start, self._offset, self._salt, self._next_frame)
                 if body is None:
                     return
                 (message,) = messages_in(body)
@@ -185,7 +185,7 @@ class FileReplica(CallGuard):
             # An incomplete last frame is no error: the next process that appends cuts it off.
             if self._salt and not misplaced and not log_format.has_frame_after(data, start, self._salt):
                 return
-            raise self._damaged(error.after(base).summary) from None
+            raise self._damaged(error.summary) from None
         except (ProtocolError, ValueError) as error:
             raise self._damaged(f"at offset {self._offset}: {error}") from None
 

@@ -42,10 +42,6 @@ class DamagedError(ProtocolError):
         self.offset = offset
         self.why = why
 
-    def after(self, nbytes: int) -> DamagedError:
-        """Return the same error for a log with ``nbytes`` before the examined part."""
-        return DamagedError(self.offset + nbytes, self.why)
-
 
 class MisplacedError(DamagedError):
     """An intact frame has the wrong number. No crash of a writer causes this."""

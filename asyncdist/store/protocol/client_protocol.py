@@ -20,7 +20,7 @@ from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionErro
 from asyncdist.net.connection.frames import HELLO
 from asyncdist.net.connection.inbox import Inbox, InboxOwner
 from asyncdist.net.connection.messages import IncomingMessage
-from asyncdist.store.protocol.codec import Encoder, decode_answer, decode_hello, message_limit, messages_in
+from asyncdist.store.protocol.codec import decode_answer, decode_hello, message_limit, messages_in, packer
 from asyncdist.store.protocol.long_messages import LONG_NBYTES, LongMessage, Reassembler, weight
 from asyncdist.store.protocol.operations import (
     BLOCKING,
@@ -101,7 +101,7 @@ class ClientProtocol(InboxOwner):
         self._resume_request = 0
         self._introduced = False
         self._lineage = ""
-        self._encoder = Encoder()
+        self._pack = packer()
 
     def open_requests(self) -> Collection[ResponseHandler]:
         return self._open.values()
@@ -132,7 +132,7 @@ class ClientProtocol(InboxOwner):
             return request, b""
         if self._unacknowledged_nbytes >= _ACKNOWLEDGE_AFTER_NBYTES:
             self._unacknowledged_nbytes = 0
-            self.output.append(self._encoder.pack((0, Op.RECEIVED, next(iter(self._changes), request))))
+            self.output.append(self._pack((0, Op.RECEIVED, next(iter(self._changes), request))))
         return request, message
 
     def _message(self, request: int, command: Command[Any]) -> bytes | LongMessage:
@@ -140,11 +140,11 @@ class ClientProtocol(InboxOwner):
         fields = request, op, *args
         try:
             if op is not Op.GET and weight(args) > LONG_NBYTES:
-                message: bytes | LongMessage = LongMessage(self._encoder.pack, fields, self.is_open)
+                message: bytes | LongMessage = LongMessage(self._pack, fields, self.is_open)
             else:
-                message = self._encoder.pack(fields)
+                message = self._pack(fields)
                 if len(message) > LONG_NBYTES:
-                    message = LongMessage(self._encoder.pack, fields, self.is_open)
+                    message = LongMessage(self._pack, fields, self.is_open)
         except ValueError as error:  # a lone surrogate in a key
             raise UsageError(f"store {command.name}: {error}") from None
         if len(message) > self.limit:
@@ -163,13 +163,13 @@ class ClientProtocol(InboxOwner):
         self._held.discard(request)
         if not self._resumed or (handler is not None and handler.command.op not in BLOCKING):
             return b""
-        return self._encoder.pack((0, Op.CANCEL, request))
+        return self._pack((0, Op.CANCEL, request))
 
     def confirm(self, request: int) -> bytes:
-        return self._encoder.pack((0, Op.CONFIRM, request)) if self._resumed else b""
+        return self._pack((0, Op.CONFIRM, request)) if self._resumed else b""
 
     def goodbye(self) -> bytes:
-        return self._encoder.pack((0, Op.LEAVE))
+        return self._pack((0, Op.LEAVE))
 
     def data_to_send(self) -> list[bytes | LongMessage]:
         messages, self.output = self.output, []
@@ -183,7 +183,7 @@ class ClientProtocol(InboxOwner):
         self._last += 1
         self._resume_request = self._last
         self._resumed, self._introduced = not self._introduced, True  # a new session need not wait for the answer
-        return self._encoder.pack((self._resume_request, Op.RESUME, self._identity, int(self.lease * 1000)))
+        return self._pack((self._resume_request, Op.RESUME, self._identity, int(self.lease * 1000)))
 
     def interrupted(self) -> None:
         """Reset the state of the connection, which has broken. Requests stay open until the session is resumed or ends."""

@@ -47,15 +47,9 @@ def message_limit(max_value_nbytes: int = 0, max_key_nbytes: int = 0) -> int:
     return max_value_nbytes + max_key_nbytes + OVERHEAD_NBYTES
 
 
-class Encoder:
-    """Encodes messages. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self.pack: Callable[[tuple[Any, ...]], bytes] = msgpack.Packer(use_bin_type=True, autoreset=True).pack
-        """Return the message of these fields. Raises ValueError or OverflowError for fields that msgpack cannot encode."""
-
-    def frame(self, *fields: Any) -> bytes:
-        return frame(SHORT, self.pack(fields))
+def packer() -> Callable[[tuple[Any, ...]], bytes]:
+    """Return a function that encodes messages, for one thread at a time. It raises ValueError and OverflowError."""
+    return msgpack.Packer(use_bin_type=True, autoreset=True).pack
 
 
 def framed(messages: Iterable[bytes]) -> bytes:
@@ -74,7 +68,7 @@ def framed(messages: Iterable[bytes]) -> bytes:
 
 def hello(limit: int) -> bytes:
     """Return the frame with which a server begins."""
-    return frame(HELLO, Encoder().pack((0, _HELLO, (VERSION, limit))))
+    return frame(HELLO, packer()((0, _HELLO, (VERSION, limit))))
 
 
 def decode_hello(body: bytes, where: str) -> int:

@@ -33,7 +33,7 @@ from asyncdist.net.refusals import RefusalLog
 from asyncdist.net.security.tls import server_context
 from asyncdist.store.persistence.group_commit import Fsync, GroupCommit
 from asyncdist.store.protocol.c10d import RequestCache
-from asyncdist.store.protocol.codec import Encoder, message_limit
+from asyncdist.store.protocol.codec import message_limit, packer
 from asyncdist.store.protocol.operations import OperationKind, Reason, Reply
 from asyncdist.store.server import listener
 from asyncdist.store.server.accept import Admission, C10d, PendingConnection, SniffingListener
@@ -81,7 +81,7 @@ class StoreServer(lifecycle.ProcessBound):
         """Whether reading is paused, and no further request is executed."""
         self.started = time.monotonic()
         self.num_requests = 0
-        self.pack = Encoder().pack
+        self.pack = packer()
         self._scoped_stores: set[StoreServer] = set()
         self._scoped_tasks: set[asyncio.Task[None]] = set()
         self.c10d_handlers = handlers_of(self.state)

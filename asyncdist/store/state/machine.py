@@ -21,9 +21,8 @@ from functools import partial
 from typing import Any
 
 from asyncdist.store.protocol.operations import Client, Op, OperationKind, Reply
-from asyncdist.store.state.barriers import Barriers
 from asyncdist.store.state.change_log import ChangeLog
-from asyncdist.store.state.key_space import KeySpace
+from asyncdist.store.state.key_space import Barriers, KeySpace
 from asyncdist.store.state.leases import Lease, Leases
 from asyncdist.store.state.model import NO_REPLY, Contents, MemoryQuota, Place, RequestRefused, SizeLimits
 from asyncdist.store.state.open_streams import OpenStreams

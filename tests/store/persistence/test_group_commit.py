@@ -20,12 +20,12 @@ from asyncdist.store.persistence.group_commit import Fsync, GroupCommit
 from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.protocol.c10d import MAGIC, Code
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES
-from asyncdist.store.protocol.codec import Encoder
 from asyncdist.store.protocol.operations import Op
 from asyncdist.store.server.c10d_session import C10dSession
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import Contents
 from tests.support.c10d_peer import Peer, encode
+from tests.support.received_messages import frame_of
 
 TOKEN = "a token for tests"
 LONG = 10.0
@@ -592,9 +592,9 @@ async def test_snapshot_holds_client_sessions_and_their_keys(tmp_path, eventuall
 
 
 async def test_lease_of_a_client_that_died_ends_after_a_restart(daemon, raw, eventually: Eventually):
-    client, encoder = await raw(daemon.server, proven=True), Encoder()
-    await client.send(encoder.frame(1, Op.RESUME, bytes(IDENTITY_NBYTES), 50))  # the lease: 50 ms
-    await client.send(encoder.frame(2, Op.SET_EPHEMERAL, "mine", b"v"))
+    client = await raw(daemon.server, proven=True)
+    await client.send(frame_of(1, Op.RESUME, bytes(IDENTITY_NBYTES), 50))  # the lease: 50 ms
+    await client.send(frame_of(2, Op.SET_EPHEMERAL, "mine", b"v"))
     await eventually(lambda: daemon.value("mine") == b"v")
     await daemon.restart()
     assert daemon.value("mine") == b"v"

@@ -18,7 +18,7 @@ from asyncdist.net.connection.outbox import Flushed, Outbox
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client.blocking_socket import BlockingSocket
 from asyncdist.store.protocol import long_messages
-from asyncdist.store.protocol.codec import Encoder, framed
+from asyncdist.store.protocol.codec import framed, packer
 from asyncdist.store.protocol.long_messages import LONG_NBYTES, LongMessage
 from asyncdist.store.protocol.operations import Op
 from asyncdist.store.server.session import Session
@@ -73,7 +73,7 @@ class Passing:
 
 
 def long(*fields: object) -> LongMessage:
-    return LongMessage(Encoder().pack, fields, lambda request: True)
+    return LongMessage(packer(), fields, lambda request: True)
 
 
 def received(data: bytes, most_nbytes: int = 1 << 30) -> list[object]:
@@ -275,7 +275,7 @@ async def test_repeated_request_needs_no_room(server, store, connect, eventually
 
 @SMALL_STORE
 async def test_earlier_request_of_the_same_read_makes_room(server, store, eventually):
-    pack = Encoder().pack
+    pack = packer()
     await store.set("k", bytes(7 << 20))
     await store.set("l", bytes((1 << 20) - LONG_NBYTES))
     setting = long(102, Op.SET, "m", bytes(LONG_NBYTES + 1))
