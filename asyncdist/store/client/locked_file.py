@@ -51,7 +51,8 @@ class LockedFile:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # the process may change its directory before it removes the file
         self._fd = -1
-        self._kind, options = mount_of(path)
+        kind, options = mount_of(path)
+        self.on_a_network = kind not in _ONE_HOST  # other hosts see a write only after fsync
         self.locks_reach_other_hosts = options.isdisjoint(_LOCKS_STAY_HERE)
 
     def open(self, begin: Callable[[], object]) -> None:
@@ -82,11 +83,6 @@ class LockedFile:
 
     def fileno(self) -> int:
         return self._fd
-
-    @property
-    def on_a_network(self) -> bool:
-        """Whether other hosts see a write only after fsync."""
-        return self._kind not in _ONE_HOST
 
     @contextlib.contextmanager
     def locked(self, *, shared: bool = False, patience: float | None = None) -> Iterator[None]:

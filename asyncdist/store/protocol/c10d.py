@@ -205,10 +205,7 @@ class Decoder:
 
 # -- complete requests in one read, the common case ------------------------------------------------
 
-_WITH_KEY = frozenset((Code.GET, Code.DELETE_KEY, Code.QUEUE_POP, Code.QUEUE_LEN))
-_WITH_NUMBER = frozenset((Code.ADD, Code.BARRIER))
-_WITH_VALUE = frozenset((Code.SET, Code.APPEND, Code.QUEUE_PUSH))
-_OF_KEYS = frozenset((Code.WAIT, Code.CHECK))
+_WHOLE = {int(code): code.shape for code in Code if code.shape in ("k", "ki", "kv") or code in (Code.WAIT, Code.CHECK)}
 
 _u64_at, _i64_at = U64.unpack_from, I64.unpack_from
 
@@ -218,35 +215,35 @@ def _whole_requests(data: bytes, place: int, requests: list[Request], max_value_
     end = len(data)
     while end - place >= 9:
         code = data[place]
+        shape = _WHOLE.get(code)
         start = place + 9
-        if code in _OF_KEYS:
+        if shape == "K":
             if end - place < 17 or _u64_at(data, place + 1)[0] != 1:
                 return place
             start += 8
         (nbytes,) = _u64_at(data, start - 8)
         after = start + nbytes
-        if nbytes > MAX_KEY_NBYTES or after > end:
+        if shape is None or nbytes > MAX_KEY_NBYTES or after > end:
             return place
-        if code in _OF_KEYS:
-            requests.append((code, [key_of(data[start:after])]))
-        elif code in _WITH_KEY:
-            requests.append((code, key_of(data[start:after])))
-        elif code in _WITH_NUMBER:
-            if after + 8 > end:
-                return place
-            requests.append((code, key_of(data[start:after]), _i64_at(data, after)[0]))
+        key = key_of(data[start:after])
+        request: Request
+        if shape == "k":
+            request = code, key
+        elif shape == "K":
+            request = code, [key]
+        elif after + 8 > end:
+            return place
+        elif shape == "ki":
+            request = code, key, _i64_at(data, after)[0]
             after += 8
-        elif code in _WITH_VALUE:
-            if after + 8 > end:
-                return place
+        else:
             (nbytes,) = _u64_at(data, after)
             value = after + 8
-            if nbytes > max_value_nbytes or value + nbytes > end:
-                return place
-            requests.append((code, key_of(data[start:after]), data[value : value + nbytes]))
             after = value + nbytes
-        else:
-            return place
+            if nbytes > max_value_nbytes or after > end:
+                return place
+            request = code, key, data[value:after]
+        requests.append(request)
         place = after
     return place
 

@@ -7,7 +7,8 @@ It serves one GET or HEAD per connection. A store whose journal has failed answe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from asyncdist.errors import UsageError
@@ -44,12 +45,12 @@ MEANINGS = {
 class Metrics:
     """The port. Create it with `start`, and `close` it."""
 
-    def __init__(self, store: StoreServer, registry: Any, render: Any) -> None:
-        self.port = 0
+    _server: asyncio.Server
+
+    def __init__(self, store: StoreServer, port: int, render: Callable[[], bytes]) -> None:
+        self.port = port
         self._store = store
-        self._registry = registry
         self._render = render
-        self._server: asyncio.Server | None = None
         self._requests: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -59,23 +60,20 @@ class Metrics:
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)
-        metrics = cls(store, registry, generate_latest)
         registry.register(_Collector(store))
         sockets = listener.listening_sockets(host, port, listener.resolve_listen_address(host, port))
-        metrics.port = sockets[0].getsockname()[1]
+        metrics = cls(store, sockets[0].getsockname()[1], partial(generate_latest, registry))
         metrics._server = await asyncio.start_server(metrics._handle, sock=sockets[0], limit=_REQUEST_NBYTES)
         for each in sockets[1:]:  # one address is enough
             each.close()
         return metrics
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        self._server.close()
         for request in list(self._requests):
             request.cancel()
         await asyncio.gather(*self._requests, return_exceptions=True)
-        if self._server is not None:
-            await self._server.wait_closed()
+        await self._server.wait_closed()
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -103,7 +101,7 @@ class Metrics:
 
     def _get(self, path: bytes) -> bytes:
         if path == b"/metrics":
-            return _response("200 OK", self._render(self._registry), "text/plain; version=0.0.4; charset=utf-8")
+            return _response("200 OK", self._render(), "text/plain; version=0.0.4; charset=utf-8")
         if path == b"/healthz":
             durability = self._store.durability
             if durability is not None and durability.failure.done():

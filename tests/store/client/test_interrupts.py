@@ -293,32 +293,31 @@ class LoopInterrupt(Interrupt):
 
 @pytest.mark.parametrize("nbytes", [10, 3 * LONG_NBYTES])
 @pytest.mark.parametrize("new_loop", list(LOOPS.values()), ids=list(LOOPS))
-def test_loop_that_runs_on_after_an_interrupt_has_lost_no_request(new_loop, nbytes):
+def test_loop_that_runs_on_after_an_interrupt_has_lost_no_request(master, new_loop, nbytes):
     """As in a notebook: the interrupt ends one cell, and the next one runs the same loop."""
     value = bytes(nbytes)
-    with TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master:
-        for place in itertools.count(1):
-            loop, asked, adding, over = new_loop(), [], [], False
-            store = loop.run_until_complete(AsyncStore.connect("127.0.0.1", master.port, timeout=LONG, config=CONFIG))
-            before = master.add("n", 0)
+    for place in itertools.count(1):
+        loop, asked, adding, over = new_loop(), [], [], False
+        store = loop.run_until_complete(AsyncStore.connect("127.0.0.1", master.port, timeout=LONG, config=CONFIG))
+        before = master.add("n", 0)
 
-            async def work(store=store, asked=asked, adding=adding):
-                for _ in range(3):
-                    adding.append(store.add("n", 1))
-                asked.append(store.set("k", value))
-                asked.append(store.get("k"))
-                await asyncio.wait(adding + asked)
+        async def work(store=store, asked=asked, adding=adding):
+            for _ in range(3):
+                adding.append(store.add("n", 1))
+            asked.append(store.set("k", value))
+            asked.append(store.get("k"))
+            await asyncio.wait(adding + asked)
 
-            try:
-                with contextlib.suppress(KeyboardInterrupt), LoopInterrupt(place, AWAITED):
-                    loop.run_until_complete(work())
-                    over = True
-                sums = loop.run_until_complete(results(adding, asked))
-                assert len(set(sums)) == len(sums)
-                assert loop.run_until_complete(store.add("n", 0)) <= before + 3
-                loop.run_until_complete(store.close())
-            finally:
-                loop.close()
-            if over:
-                break
-        assert place > 30
+        try:
+            with contextlib.suppress(KeyboardInterrupt), LoopInterrupt(place, AWAITED):
+                loop.run_until_complete(work())
+                over = True
+            sums = loop.run_until_complete(results(adding, asked))
+            assert len(set(sums)) == len(sums)
+            assert loop.run_until_complete(store.add("n", 0)) <= before + 3
+            loop.run_until_complete(store.close())
+        finally:
+            loop.close()
+        if over:
+            break
+    assert place > 30

@@ -25,6 +25,7 @@ from asyncdist.store.server.c10d_session import C10dSession
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import Contents
 from tests.support.c10d_peer import Peer, encode
+from tests.support.ports import refuses
 from tests.support.received_messages import frame_of
 
 TOKEN = "a token for tests"
@@ -436,16 +437,11 @@ async def test_drain_sends_replies_that_wait_for_the_disk(tmp_path, disk, eventu
         answer = asyncio.ensure_future(store.add("n", 7))
         await eventually(lambda: disk.syncs)
         draining = asyncio.ensure_future(server.drain(LONG))
-        await eventually(lambda: _refuses(server.port))
+        await eventually(lambda: refuses(server.port))
         disk.resume()
         assert await answer == 7
         await draining
         assert server.num_connections == 0
-
-
-def _refuses(port: int) -> bool:
-    with socket.socket() as sock:
-        return sock.connect_ex(("127.0.0.1", port)) != 0
 
 
 async def test_drain_gives_up_on_a_client_that_does_not_read(tmp_path, eventually: Eventually):

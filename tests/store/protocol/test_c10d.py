@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from asyncdist.errors import ProtocolError
 from asyncdist.store.protocol.c10d import (
-    MAGIC,
     MAX_KEY_NBYTES,
     MAX_KEYS,
     Code,
@@ -18,8 +17,6 @@ from asyncdist.store.protocol.c10d import (
     RequestCache,
     key_of,
     raw_key,
-    vector,
-    vectors,
 )
 from tests.support.c10d_peer import encode
 
@@ -59,10 +56,6 @@ def decode(decoder, *pieces):
     for piece in pieces:
         decoder.decode(piece, found)
     return found
-
-
-def test_codes_are_those_of_torch():
-    assert [int(code) for code in Code] == list(range(0x13))
 
 
 @given(st.lists(requests, max_size=6), st.data())
@@ -126,12 +119,6 @@ def test_every_store_key_has_a_torch_key(key):
     if not key.startswith("\x00"):
         assert raw_key(key) == b"/" + key.encode()
         assert key_of(raw_key(key)) == key
-
-
-def test_replies():
-    assert vector(b"abc") == struct.pack("<Q", 3) + b"abc"
-    assert vectors([b"", b"a"]) == struct.pack("<QQ", 0, 1) + b"a"
-    assert encode(Code.VALIDATE, MAGIC) == b"\x00\xce\xf7\x85\x3c"
 
 
 def remembering(code):

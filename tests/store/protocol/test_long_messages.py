@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
-from asyncdist.errors import ProtocolError, StoreError, StoreTimeoutError, UsageError
+from asyncdist.errors import ProtocolError, StoreError, StoreTimeoutError
 from asyncdist.net.connection.frames import CHUNK, CHUNK_NBYTES, OPENING, SHORT, frame, pack_opening
 from asyncdist.net.connection.outbox import Flushed, Outbox
-from asyncdist.store import AsyncStore, StoreServer, TCPStore
+from asyncdist.store import AsyncStore, TCPStore
 from asyncdist.store.client.blocking_socket import BlockingSocket
 from asyncdist.store.protocol import long_messages
 from asyncdist.store.protocol.codec import framed, packer
@@ -238,14 +238,6 @@ async def test_messages_of_a_channel_keep_their_order(store, connect):
 # -- limits -----------------------------------------------------------------------------------------
 
 
-async def test_too_long_value_is_refused_before_it_is_sent(server, store):
-    before = server.num_requests
-    with pytest.raises(UsageError, match="ASYNCDIST_STORE_MAX_VALUE_NBYTES"):
-        await store.set("k", bytes(server.limit + 1))
-    assert server.num_requests == before
-    assert await store.num_keys() == 0
-
-
 @SMALL_STORE
 @EACH_KIND
 async def test_missing_room_is_reported_before_the_whole_value_has_arrived(server, connect, kind):
@@ -408,16 +400,3 @@ async def test_part_of_no_message_ends_the_connection(server, store, caplog):
     store.connection.link.transport.write(frame(CHUNK, bytes(4) + b"of nothing"))
     await store.set("k", b"v")  # over another connection
     assert "bytes of message 0, which is not open" in caplog.text
-
-
-async def test_daemon_with_data_keeps_large_values(tmp_path):
-    value = patterned(5 << 20)
-    for turn in range(2):
-        async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, data=tmp_path) as server:
-            store = await AsyncStore.connect("127.0.0.1", server.port, config=CONFIG, timeout=LONG)
-            if turn == 0:
-                setting = store.set("k", value)
-                assert await store.get("k") == value  # which waits until it is on disk
-                await setting
-            assert await store.get("k") == value
-            await store.close()

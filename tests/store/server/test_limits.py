@@ -1,7 +1,5 @@
 """The limits of values, keys and memory hold to the byte for each operation."""
 
-import asyncio
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -169,40 +167,27 @@ def test_kept_answers_are_limited_except_for_the_last(monkeypatch):
     assert contents.members == members.gather()()
 
 
-async def test_answers_that_a_client_never_confirms_fill_the_server(monkeypatch):
+@pytest.mark.parametrize("config", [Config(store_max_nbytes=1 << 20)])
+async def test_answers_that_a_client_never_confirms_fill_the_server(store, monkeypatch):
     monkeypatch.setattr(client_protocol, "_ACKNOWLEDGE_AFTER_NBYTES", 1 << 60)
-    config = Config(token="token", store_max_nbytes=1 << 20)
-    async with await StoreServer.start("127.0.0.1", 0, token="token", config=config) as server:
-        store = await AsyncStore.connect("127.0.0.1", server.port, token="token", config=config)
-        value = bytes(10_000)
-        for number in range(110):
-            await store.compare_set("k", value if number else b"", value)  # nothing more is held by that
-        with pytest.raises(StoreError, match="--max-memory"):
-            await store.set("other", b"")
-        await store.close()
+    value = bytes(10_000)
+    for number in range(110):
+        await store.compare_set("k", value if number else b"", value)  # nothing more is held by that
+    with pytest.raises(StoreError, match="--max-memory"):
+        await store.set("other", b"")
 
 
-async def test_client_confirms_long_answers_with_its_next_request():
-    config = Config(token="token", store_max_nbytes=8 << 20)
-    value = bytes(3 << 20)
-    async with await StoreServer.start("127.0.0.1", 0, token="token", config=config) as server:
-        threads = await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, config=config)
-        store = await AsyncStore.connect("127.0.0.1", server.port, token="token", config=config)
-        await store.compare_set("k", b"", value)
-        assert server.quota.nbytes > 2 * len(value)
-        await store.set("other", value)
-        await store.delete_key("k")
-        await store.compare_set("k", b"", value[1:])
-        await store.num_keys()
-        assert 2 * len(value) < server.quota.nbytes < 3 * len(value)
-        await store.delete_key("k")
-        await asyncio.to_thread(threads.compare_set, "k", b"", value)
-        assert server.quota.nbytes > 3 * len(value)
-        await asyncio.to_thread(threads.delete_key, "k")
-        await asyncio.to_thread(threads.set, "k", value)
-        assert server.quota.nbytes < 3 * len(value)
-        await asyncio.to_thread(threads.close)
-        await store.close()
+@pytest.mark.parametrize("kind", [AsyncStore, TCPStore])
+@pytest.mark.parametrize("config", [Config(store_max_nbytes=8 << 20)])
+async def test_client_confirms_long_answers_with_its_next_request(server, connect, kind):
+    store, value = await connect(kind=kind), bytes(3 << 20)
+    await store.compare_set("k", b"", value)
+    assert server.quota.nbytes > 2 * len(value)
+    await store.set("other", value)
+    await store.delete_key("k")
+    await store.compare_set("k", b"", value[1:])
+    await store.num_keys()
+    assert 2 * len(value) < server.quota.nbytes < 3 * len(value)
 
 
 KEYS, VALUES = st.sampled_from(["a", "b", "long"]), st.binary(max_size=5)

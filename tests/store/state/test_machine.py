@@ -68,19 +68,9 @@ def askers() -> tuple[Asker, Asker, Asker]:
     return Asker(state, "a", log), Asker(state, "b", log), Asker(state, "c", log)
 
 
-@pytest.fixture
-def a(askers):
-    return askers[0]
-
-
-@pytest.fixture
-def b(askers):
-    return askers[1]
-
-
-@pytest.fixture
-def c(askers):
-    return askers[2]
+a = pytest.fixture(lambda askers: askers[0])
+b = pytest.fixture(lambda askers: askers[1])
+c = pytest.fixture(lambda askers: askers[2])
 
 
 # -- values ----------------------------------------------------------------------------------------
