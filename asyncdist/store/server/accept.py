@@ -11,9 +11,8 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable
 from enum import StrEnum
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError
@@ -22,7 +21,6 @@ from asyncdist.net.admission import EvictingQueue
 from asyncdist.net.host_watch import SERVER_LOOKS, look_interval, tune
 from asyncdist.net.loop_socket import ready
 from asyncdist.net.network import is_loopback, peer_name
-from asyncdist.net.refusals import RefusalLog
 from asyncdist.net.security.auth import WANTS_TLS, HandshakeDriver
 from asyncdist.net.security.tls import handshake_error
 from asyncdist.store.protocol import c10d as c10d_wire
@@ -57,20 +55,18 @@ class C10d(StrEnum):
 
 
 class Admission:
-    """The connections of one server. A client's host counts as vanished after ``limit`` seconds of silence."""
+    """The connections of one server."""
 
-    def __init__(
-        self, max_connections: int, dismiss: Callable[[ServerConnection], None], refusals: RefusalLog, limit: float
-    ) -> None:
-        self.max_connections, self.refusals = max_connections, refusals
-        self._look_interval = look_interval(limit, SERVER_LOOKS)
+    def __init__(self, server: ServerContext) -> None:
+        self._server = server
+        self.max_connections, self.refusals = server.config.store_max_connections, server.refusals
+        self._look_interval = look_interval(server.config.heartbeat, SERVER_LOOKS)
         self._looking: asyncio.TimerHandle | None = None
         self.connections: set[ServerConnection] = set()
         self.empty = asyncio.Event()
         self.empty.set()
         self.num_admitted = 0
-        self._dismiss = dismiss
-        self.unauthenticated: EvictingQueue[ServerConnection] = EvictingQueue(max_connections, self._evict)
+        self.unauthenticated: EvictingQueue[ServerConnection] = EvictingQueue(self.max_connections, self._evict)
         self._closed = False
 
     def close(self) -> None:
@@ -118,7 +114,7 @@ class Admission:
             self.empty.set()
 
     def _evict(self, connection: ServerConnection) -> None:
-        self._dismiss(connection)
+        self._server.dismiss(connection)
         connection.abort()
 
     @property
@@ -244,21 +240,13 @@ class SniffingListener:
     `PendingConnection` refuses a plain connection unless its client is torch's TCPStore, which has no TLS.
     """
 
-    def __init__(
-        self,
-        admission: Admission,
-        sock: socket.socket,
-        context: ssl.SSLContext,
-        make: Callable[[], asyncio.Protocol],
-        handshake_timeout: float,
-    ) -> None:
-        self._admission, self._context, self._make = admission, context, make
-        self._handshake_timeout = handshake_timeout
+    def __init__(self, server: PendingContext, sock: socket.socket, context: ssl.SSLContext) -> None:
+        self._server, self._context = server, context
         self._loop = asyncio.get_running_loop()
         self._ending: list[asyncio.Task[None]] = []
         self._acceptor = Acceptor(
-            sock, self._begin, what="the store", most=admission.max_connections, timeout=handshake_timeout,
-            loop=self._loop, refusals=admission.refusals,
+            sock, self._begin, what="the store", most=server.config.store_max_connections,
+            timeout=server.config.handshake_timeout, loop=self._loop, refusals=server.refusals,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -272,8 +260,8 @@ class SniffingListener:
         """Give the connection to the server, inside TLS if it begins so."""
         first = b""
         try:
-            if self._admission.is_full:
-                self._admission.refuse_overflow()
+            if self._server.admission.is_full:
+                self._server.admission.refuse_overflow()
             else:
                 await ready(sock)
                 first = sock.recv(1, socket.MSG_PEEK)
@@ -282,12 +270,11 @@ class SniffingListener:
                 sock.close()
         if not first:
             return
-        tls = first == _TLS_HANDSHAKE
-        timeout = self._handshake_timeout if tls else None
+        tls: dict[str, Any] = {"ssl": self._context, "ssl_handshake_timeout": self._server.config.handshake_timeout}
+        if first != _TLS_HANDSHAKE:
+            tls = {}
         try:
-            await self._loop.connect_accepted_socket(
-                self._make, sock, ssl=self._context if tls else None, ssl_handshake_timeout=timeout
-            )
+            await self._loop.connect_accepted_socket(lambda: PendingConnection(self._server), sock, **tls)
         except ssl.SSLError as error:
             raise handshake_error(error) from error
         except OSError as error:

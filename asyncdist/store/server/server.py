@@ -76,7 +76,7 @@ class StoreServer(lifecycle.ProcessBound):
         self.busy_poll = AdaptiveBusyPoll.where_it_pays(self._loop, config) if polls else None
         self._servers: list[asyncio.Server | SniffingListener] = []
         self.refusals = RefusalLog(logger, "the store")
-        self.admission = Admission(config.store_max_connections, self.dismiss, self.refusals, config.heartbeat)
+        self.admission = Admission(self)
         self.halted = False
         """Whether reading is paused, and no further request is executed."""
         self.started = time.monotonic()
@@ -159,14 +159,10 @@ class StoreServer(lifecycle.ProcessBound):
         sock.setblocking(False)
         if self.tls is not None and _is_tcp(sock):
             sock.listen(BACKLOG)
-            timeout = self.config.handshake_timeout
-            self._servers.append(SniffingListener(self.admission, sock, self.tls, self._new_connection, timeout))
+            self._servers.append(SniffingListener(self, sock, self.tls))
             return
         listen = self._loop.create_server if _is_tcp(sock) else self._loop.create_unix_server
-        self._servers.append(await listen(self._new_connection, sock=sock, backlog=BACKLOG))
-
-    def _new_connection(self) -> PendingConnection:
-        return PendingConnection(self)
+        self._servers.append(await listen(lambda: PendingConnection(self), sock=sock, backlog=BACKLOG))
 
     async def close(self) -> None:
         """Stop listening, drop all connections, and return when they have ended. May be called again."""
