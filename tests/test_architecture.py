@@ -70,7 +70,7 @@ DEEPER: set[str] = {
     "asyncdist.rendezvous.record_store",
     "asyncdist.rendezvous.sources",
     "asyncdist.store.base",
-    "asyncdist.store.client.c10d_probe",
+    "asyncdist.store.client.connect",
     "asyncdist.store.protocol.operations",
 }
 """Modules behind a contract that libraries import nevertheless. This list only shrinks."""

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 from asyncdist.base.background_loop import background_loop, on_loop
 from asyncdist.config import Config
 from asyncdist.errors import AddressError
-from asyncdist.store.c10d_policy import for_ranks
 
 if TYPE_CHECKING:
     from asyncdist.store.server.server import StoreServer
@@ -74,7 +73,7 @@ class ServerHandle:
                 # Only the ranks that serve a store need the server.
                 from asyncdist.store.server.server import StoreServer
 
-                server = await StoreServer.start(host, port, token=token, config=for_ranks(config))
+                server = await StoreServer.start(host, port, token=token, config=config, of_rank=True)
                 shared = _Shared(server, token)
                 servers.by_address[host, shared.server.port] = shared
             elif shared.token != token:

@@ -42,7 +42,7 @@ from asyncdist.rendezvous.record_store import (
 from asyncdist.rendezvous.session import TimeLimit
 from asyncdist.store.base import AsyncStoreBase, Store
 from asyncdist.store.client.aio import AsyncStore
-from asyncdist.store.client.c10d_probe import accepts_c10d_clients
+from asyncdist.store.client.connect import accepts_c10d_clients
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2
 _PROBE_DELAY = 0.25

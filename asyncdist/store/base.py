@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from asyncio import Future
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from datetime import timedelta
 from math import inf
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast
 
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.operations import Command, Value
 
+P = ParamSpec("P")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -284,6 +285,11 @@ PrefixWatch = BlockingStream[tuple[str, bytes | None]]
 """Changes of the keys under a prefix: each key with its value, None when it is deleted."""
 
 
+def blocking(method: Callable[Concatenate[AsyncStoreBase, P], Future[T]]) -> Callable[Concatenate[Store, P], T]:
+    """Return a method of `AsyncStoreBase` for `Store`, whose ``request`` returns the result and not its future."""
+    return cast("Callable[Concatenate[Store, P], T]", method)
+
+
 class Store(ProcessBound, ABC):
     """A store whose calls block, with the method names and arguments of `torch.distributed.Store`.
 
@@ -340,69 +346,26 @@ class Store(ProcessBound, ABC):
         """
         self.request(operations.set_ephemeral(key, value) if ephemeral else operations.set_(key, value))
 
-    def get(self, key: str, timeout: Timeout = None) -> bytes:
-        """Return the value of ``key``; wait until the key exists."""
-        return self.request(operations.get(key), timeout)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add ``amount`` to the integer under ``key`` (0 if missing) and return the sum."""
-        return self.request(operations.add(key, amount))
-
-    def wait(self, keys: Iterable[str], timeout: Timeout = None) -> None:
-        """Wait until every key exists. A queue with an item counts as a key."""
-        self.request(operations.wait(keys), timeout)
-
-    def check(self, keys: Iterable[str]) -> bool:
-        """Return whether all keys exist now. A queue with an item counts as a key."""
-        return self.request(operations.check(keys))
-
-    def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
-        """Store ``desired_value`` if the key holds ``expected_value``; return the key's value afterwards."""
-        return self.request(operations.compare_set(key, expected_value, desired_value))
-
-    def delete_key(self, key: str) -> bool:
-        """Delete a key and return whether it existed. Queues are not deleted."""
-        return self.request(operations.delete_key(key))
-
-    def num_keys(self) -> int:
-        """Return the number of keys, without queues."""
-        return self.request(operations.num_keys())
-
-    def append(self, key: str, value: Value) -> None:
-        """Append to the value of ``key``; store the value if the key is missing."""
-        self.request(operations.append(key, value))
-
-    def multi_get(self, keys: Iterable[str], timeout: Timeout = None) -> list[bytes]:
-        """Return the values of all keys; wait until all exist."""
-        return self.request(operations.multi_get(keys), timeout)
-
-    def multi_set(self, keys: Iterable[str], values: Iterable[Value]) -> None:
-        """Set several keys in one atomic step."""
-        self.request(operations.multi_set(keys, values))
-
-    def list_keys(self, prefix: str = "") -> list[str]:
-        """Return the keys that begin with ``prefix``, oldest first, without queues."""
-        return self.request(operations.list_keys(prefix))
-
-    def queue_push(self, key: str, value: Value) -> None:
-        """Append an item to a queue."""
-        self.request(operations.queue_push(key, value))
+    get = blocking(AsyncStoreBase.get)
+    add = blocking(AsyncStoreBase.add)
+    wait = blocking(AsyncStoreBase.wait)
+    check = blocking(AsyncStoreBase.check)
+    compare_set = blocking(AsyncStoreBase.compare_set)
+    delete_key = blocking(AsyncStoreBase.delete_key)
+    num_keys = blocking(AsyncStoreBase.num_keys)
+    append = blocking(AsyncStoreBase.append)
+    multi_get = blocking(AsyncStoreBase.multi_get)
+    multi_set = blocking(AsyncStoreBase.multi_set)
+    list_keys = blocking(AsyncStoreBase.list_keys)
+    queue_push = blocking(AsyncStoreBase.queue_push)
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes:
         """Remove the oldest item of a queue and return it; wait for one if ``block``, else raise QueueEmptyError."""
         return self.request(operations.queue_pop(key, block), timeout)
 
-    def queue_len(self, key: str) -> int:
-        """Return the number of items in a queue."""
-        return self.request(operations.queue_len(key))
-
-    def barrier(self, key: str, world_size: int, timeout: Timeout = None) -> None:
-        """Wait until ``world_size`` clients wait under this key at the same time; use a new key each time."""
-        self.request(operations.barrier(key, world_size), timeout)
-
-    def publish(self, channel: str, message: Value) -> int:
-        """Send a message to the present subscribers of a channel and return their number."""
-        return self.request(operations.publish(channel, message))
+    queue_len = blocking(AsyncStoreBase.queue_len)
+    barrier = blocking(AsyncStoreBase.barrier)
+    publish = blocking(AsyncStoreBase.publish)
 
     def __enter__(self) -> Self:
         return self

@@ -21,7 +21,7 @@ NAME = re.compile(r"(?<![`\[])`(?:asyncdist\.)?(sync\.)?(\w+)`(?!`)")
 
 
 class PublicNames(griffe.Extension):
-    """Adds the names of `asyncdist` and the collectives of `asyncdist.sync`, and links public names in docstrings."""
+    """Adds the names of `asyncdist`, and the blocking collectives and stores; links public names in docstrings."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
         if pkg.path != "asyncdist":
@@ -34,6 +34,10 @@ class PublicNames(griffe.Extension):
             if not name.startswith("_"):
                 results = blocking.overloads.get(name) or [blocking.members.get(name, function)]
                 pkg["sync"].set_member(name, _blocking(function, results))
+        store, awaited = pkg["store.base.Store"], pkg["store.base.AsyncStoreBase"]
+        for name, attribute in list(store.attributes.items()):
+            if str(attribute.value).startswith("blocking("):
+                store.set_member(name, _without_future(awaited[name]))
         entry = pkg["sync.init_process_group"]
         entry.docstring.value += f"\n\n{_REFERENCE.format(name=entry.name)}"
         for each in _objects(pkg):
@@ -53,6 +57,14 @@ def _blocking(function: griffe.Function, results: list[griffe.Function]) -> grif
     assert function.docstring is not None
     summary = function.docstring.value.partition("\n")[0]
     blocking.docstring = griffe.Docstring(f"{summary}\n\n{_REFERENCE.format(name=function.name)}", parent=blocking)
+    return blocking
+
+
+def _without_future(function: griffe.Function) -> griffe.Function:
+    """Return a method of a blocking store, which returns the result of the awaited one."""
+    assert isinstance(function.returns, griffe.ExprSubscript)
+    blocking = griffe.Function(function.name, parameters=function.parameters, returns=function.returns.slice)
+    blocking.docstring = function.docstring
     return blocking
 
 

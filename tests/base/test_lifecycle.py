@@ -81,7 +81,7 @@ for module in sys.argv[1:]:
     importlib.import_module(module)
 """
 
-IN_ORDER = ["asyncdist_transports.nccl.communicator", "asyncdist.store.server.embedded", "asyncdist.store.client.file",
+IN_ORDER = ["asyncdist_transports.nccl.communicator", "asyncdist.store.client.tcp_store", "asyncdist.store.client.file",
             "peers", "asyncdist.base.daemon_threads", "asyncdist.base.background_loop"]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, StoreConnectionError
 from asyncdist.net.network import is_loopback
 from asyncdist.rendezvous.addresses import outward
-from asyncdist.store.client.c10d_probe import accepts_c10d_clients
+from asyncdist.store.client.connect import accepts_c10d_clients
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.c10d import MAGIC, Code
 from tests.support.c10d_peer import encode

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import io
 from collections.abc import Callable, Iterator
 
 from msgpack import ExtType, packb
@@ -14,19 +15,18 @@ from asyncdist.net.security.auth import MAGIC, HandshakeDriver, accept, dial
 from asyncdist.store.persistence import log_format
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.codec import (
-    Encoder,
     decode_answer,
     decode_request,
     hello,
     messages_in,
+    packer,
 )
 from asyncdist.store.protocol.operations import SERVERS, Op, OperationKind
 from asyncdist.store.server.c10d_session import cached_answers, handlers_of
 from asyncdist.store.state.change_log import Change, ChangeLog, replay
-from asyncdist.store.state.limits import SizeLimits
 from asyncdist.store.state.machine import StoreState
-from asyncdist.store.state.model import Contents
-from tests.support.received_messages import ReceivedMessages
+from asyncdist.store.state.model import Contents, SizeLimits
+from tests.support.received_messages import ReceivedMessages, frame_of
 
 LIMIT = 1 << 16
 NONCE = bytes(32)
@@ -101,9 +101,10 @@ def frames(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         log_format.read_header(data)
     with contextlib.suppress(ProtocolError):
-        while body := log_format.next_frame(data, start, SALT, number):
-            assert start < body[1] <= len(data)
-            start = body[1]
+        file = io.BytesIO(data)
+        while log_format.read_frame(file, len(data) - start, start, SALT, number) is not None:
+            assert start < file.tell() <= len(data)
+            start = file.tell()
             number += 1
     log_format.has_frame_after(data, start, SALT)
 
@@ -148,9 +149,6 @@ def _of_a_client() -> bytes:
     return b"".join(log.take())
 
 
-_FRAME = Encoder().frame
-
-
 def _long(message: object, *values: bytes) -> bytes:
     head = packb(1) + (packb(message) if message is not None else b"")
     parts = b"".join(frame(CHUNK, bytes(4) + value) for value in values)
@@ -159,21 +157,24 @@ def _long(message: object, *values: bytes) -> bytes:
 
 _VALUE = ExtType(1, bytes(4))
 _CHANGES = _kept((Op.SET, ("k", b"v")), (Op.APPEND, ("k", b"w")), (Op.QUEUE_PUSH, ("q", b"i")), (Op.DELETE_KEY, ("k",)))
-_RECORD = Encoder().pack((0, Op.SET, "k", b"v"))
+_RECORD = packer()((0, Op.SET, "k", b"v"))
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     each.__name__: each for each in (requests, answers, c10d, cached_c10d, greeting, frames, changes)
 }
 SEEDS: dict[str, list[bytes]] = {
     "requests": [
-        b"\xff" + _FRAME(1, Op.SET, "k", b"v") + _FRAME(2, Op.MULTI_GET, ["k", "l"]) + _FRAME(3, Op.ADD, "n", 1),
-        b"\3" + _FRAME(1, Op.QUEUE_POP, "q", True) + _FRAME(2, Op.QUEUE_PUSH, "q", b"i") + _FRAME(0, Op.CONFIRM, 1),
-        b"\x20" + _long([1, Op.SET, "k", _VALUE], b"value") + _FRAME(2, Op.WATCH_KEYS, "k"),
+        b"\xff" + frame_of(1, Op.SET, "k", b"v") + frame_of(2, Op.MULTI_GET, ["k", "l"]) + frame_of(3, Op.ADD, "n", 1),
+        b"\3"
+        + frame_of(1, Op.QUEUE_POP, "q", True)
+        + frame_of(2, Op.QUEUE_PUSH, "q", b"i")
+        + frame_of(0, Op.CONFIRM, 1),
+        b"\x20" + _long([1, Op.SET, "k", _VALUE], b"value") + frame_of(2, Op.WATCH_KEYS, "k"),
         b"\xff" + _long(None, packb([1, Op.LIST_KEYS, ""])) + _long(None, b"")[:-5] + frame(WITHDRAWN, bytes(4)),
-        b"\x10" + _FRAME(1, Op.BARRIER, "b", 2) + _FRAME(2, Op.BARRIER, "b", 2) + _FRAME(3, Op.SUBSCRIBE, "c"),
+        b"\x10" + frame_of(1, Op.BARRIER, "b", 2) + frame_of(2, Op.BARRIER, "b", 2) + frame_of(3, Op.SUBSCRIBE, "c"),
     ],
     "answers": [
-        b"\xff" + hello(LIMIT) + _FRAME(1, 0, b"v") + _FRAME(2, 1, [1, "no"]) + _FRAME(3, 2, b"m"),
+        b"\xff" + hello(LIMIT) + frame_of(1, 0, b"v") + frame_of(2, 1, [1, "no"]) + frame_of(3, 2, b"m"),
         b"\xff" + hello(LIMIT) + _long([1, 0, _VALUE], b"value"),
     ],
     "c10d": [

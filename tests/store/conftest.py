@@ -1,14 +1,16 @@
 """Servers and clients for the tests of this folder; each ends with nothing left at the server."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from asyncdist.config import Config
-from asyncdist.store import AsyncStore, StoreServer
+from asyncdist.store import AsyncStore, StoreServer, TCPStore
+from tests.support.faults import Proxy
 from tests.support.raw_connection import RawConnection
 from tests.support.stores import LONG, TOKEN, open_store
 
@@ -42,6 +44,32 @@ async def raw() -> AsyncIterator[Callable[..., Awaitable[RawConnection]]]:
     yield connect
     for each in made:
         await each.leave()
+
+
+@pytest.fixture
+def proxy(server: StoreServer) -> Iterator[Proxy]:
+    with Proxy("127.0.0.1", server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(40) as pool:
+        yield pool
+
+
+@pytest.fixture
+def master() -> Iterator[TCPStore]:
+    """A blocking store that serves itself."""
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=Config(token=TOKEN)) as store:
+        yield store
+
+
+@pytest.fixture
+def other(master: TCPStore) -> Iterator[TCPStore]:
+    """Another client of `master`."""
+    with TCPStore("127.0.0.1", master.port, timeout=LONG, config=Config(token=TOKEN)) as store:
+        yield store
 
 
 Connect = Callable[..., Awaitable[Any]]

@@ -49,3 +49,9 @@ class FailingListener:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sock, name)
+
+
+def refuses(port: int) -> bool:
+    """Return whether no process listens at a port of loopback."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0

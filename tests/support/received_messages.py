@@ -7,8 +7,13 @@ from typing import Any
 
 from asyncdist.net.connection.inbox import Inbox, InboxOwner
 from asyncdist.net.connection.messages import IncomingMessage
-from asyncdist.store.protocol.codec import messages_in
+from asyncdist.store.protocol.codec import framed, messages_in, packer
 from asyncdist.store.protocol.long_messages import Reassembler
+
+
+def frame_of(*fields: Any) -> bytes:
+    """Return the frame of one message of the store's format."""
+    return framed([packer()(fields)])
 
 
 class ReceivedMessages(InboxOwner):

@@ -70,7 +70,7 @@ def test_killed_job_runs_again_and_its_keys_are_deleted_with_its_leases(server, 
         kill(*start_agents(nursery, server, "job"))
         again = start_agents(nursery, server, "job")
         # The sessions of the killed agents expire.
-        until(lambda: len(server.state.contents().shared["torchrun/job/"]) == 2)
+        until(lambda: len(server.state.gather()().shared["torchrun/job/"]) == 2)
         assert any(key.startswith("torchrun/job/") for key in store.list_keys())
         kill(*again)
         until(lambda: store.num_keys() == 0)

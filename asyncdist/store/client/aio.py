@@ -19,7 +19,6 @@ from asyncdist.net.security.tls import client_context
 from asyncdist.store.base import AsyncStoreBase, AsyncStream
 from asyncdist.store.client.connect import FIRST_PAUSE, ConnectRetry, ReconnectPolicy, closed
 from asyncdist.store.client.link import StoreConnection, open_connection
-from asyncdist.store.client.request_future import RequestFuture
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, ClientProtocol
 from asyncdist.store.protocol.long_messages import LongMessage
 from asyncdist.store.protocol.operations import Command
@@ -39,7 +38,6 @@ class AsyncStore(AsyncStoreBase):
         self.port = port
         self.timeout = timeout
         self.connection = connection
-        self._loop = asyncio.get_running_loop()
 
     @classmethod
     async def connect(
@@ -76,7 +74,7 @@ class AsyncStore(AsyncStoreBase):
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop on which the store must be used."""
-        return self._loop
+        return self.connection.loop
 
     @property
     def lease(self) -> float:
@@ -86,11 +84,14 @@ class AsyncStore(AsyncStoreBase):
     def expiries(self) -> int:
         return self.connection.protocol.expiries
 
-    def request(self, command: Command[T], timeout: Timeout = None) -> asyncio.Future[T]:
-        return self._request(command, timeout)
+    def request(self, command: Command[T], timeout: Timeout = None) -> RequestFuture[T]:
+        limit = self.timeout if timeout is None else seconds(timeout)
+        future = RequestFuture(command, limit, self.connection)
+        self.connection.ask(future)
+        return future
 
     async def take(self, command: Command[T], timeout: Timeout = None) -> T:
-        popping = self._request(command, timeout)
+        popping = self.request(command, timeout)
         try:
             item = await popping
         except asyncio.CancelledError:
@@ -98,12 +99,6 @@ class AsyncStore(AsyncStoreBase):
             raise
         self.connection.confirm(popping.number)
         return item
-
-    def _request(self, command: Command[T], timeout: Timeout) -> RequestFuture[T]:
-        limit = self.timeout if timeout is None else seconds(timeout)
-        future = RequestFuture(command, limit, self.connection.give_up, self._loop)
-        self.connection.ask(future)
-        return future
 
     def stream(self, command: Command[Any], hidden: str = "") -> AsyncStream[Any]:
         return RemoteStream(self.connection, command, stream_buffer(command, hidden), self.timeout)
@@ -141,12 +136,12 @@ class ReconnectingConnection:
         self.token, self.config = token, config
         self._tls = client_context(config)
         self._heartbeat = config.heartbeat
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
 
     def ask(self, request: RequestFuture[Any] | StreamRequest[Any]) -> None:
         """Send a request, or reject it after `close`. Raises UsageError off the loop, and if the request is too long."""
         here = asyncio._get_running_loop()
-        if here is not self._loop and (here is not None or self._loop.is_running() or self._loop.is_closed()):
+        if here is not self.loop and (here is not None or self.loop.is_running() or self.loop.is_closed()):
             raise self._wrong_loop()
         if self.over is not None:
             request.reject(StoreConnectionError(*self.over.args))
@@ -159,7 +154,7 @@ class ReconnectingConnection:
         self.deadlines.note(request.deadline)
 
     def _wrong_loop(self) -> UsageError:
-        if not self._loop.is_running():
+        if not self.loop.is_running():
             return UsageError("this store's loop has ended: connect on the loop that uses the store")
         return UsageError(
             "this store's loop runs in another thread: call it in a coroutine there, which "
@@ -191,7 +186,7 @@ class ReconnectingConnection:
             self._end(over)
         elif self.over is None:
             # Not at once, because a loop that is closing would destroy a new task before its end.
-            self.reconnecting = self._loop.call_later(FIRST_PAUSE, self._begin_reconnect)
+            self.reconnecting = self.loop.call_later(FIRST_PAUSE, self._begin_reconnect)
 
     def _begin_reconnect(self) -> None:
         self.reconnecting = asyncio.ensure_future(self._reconnect())
@@ -210,7 +205,7 @@ class ReconnectingConnection:
         except StoreConnectionError as over:
             self._end(over)
         except (KeyboardInterrupt, SystemExit):  # the loop may run again
-            self.reconnecting = self._loop.call_later(FIRST_PAUSE, self._begin_reconnect)
+            self.reconnecting = self.loop.call_later(FIRST_PAUSE, self._begin_reconnect)
             raise
 
     def _end(self, error: StoreConnectionError) -> None:
@@ -229,6 +224,56 @@ class ReconnectingConnection:
         if self.link is not None:
             self.link.send(goodbye)
             await self.link.close()
+
+
+class RequestFuture(asyncio.Future[T]):
+    """A request that has been sent: a future and not a coroutine, because a thousand requests then need no tasks.
+
+    Args:
+        command: The command.
+        limit: Seconds from now to its ``deadline``, which is in the loop's time.
+        connection: Where it is sent.
+    """
+
+    __slots__ = ("_connection", "_limit", "command", "deadline", "number")
+
+    def __init__(self, command: Command[T], limit: float, connection: ReconnectingConnection) -> None:
+        loop = connection.loop
+        super().__init__(loop=loop)
+        self.command = command
+        self.deadline = loop.time() + limit
+        self.number = 0
+        self._limit = limit
+        self._connection = connection
+
+    def resolve(self, value: T) -> None:
+        if not self.done():
+            self.set_result(value)
+
+    def reject(self, error: Exception) -> None:
+        if not self.done():
+            self.set_exception(error)
+
+    def publish(self, message: bytes) -> None:
+        """Ignore a published message: only a stream receives any."""
+
+    def expire(self) -> None:
+        """End the request, because its deadline has passed."""
+        self.reject(self.command.overdue(self._limit, f"the store at {self._connection.where}"))
+        self._connection.give_up(self.number)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        cancelled = super().cancel(msg)
+        if cancelled:
+            self._connection.give_up(self.number)
+        return cancelled
+
+    def __repr__(self) -> str:
+        """Return an advice, which asyncio shows in its error if a program makes a task of this future."""
+        state = "cancelled" if self.cancelled() else "done" if self.done() else "pending"
+        keys = self.command.keys
+        about = "" if not keys else f" of {keys[0]!r}" if len(keys) == 1 else f" of {len(keys)} keys"
+        return f"<a future, {self.command.name}{about}, that is {state}: await it as it is, it needs no task>"
 
 
 class StreamRequest(Generic[T]):
@@ -270,7 +315,6 @@ class RemoteStream(Generic[T]):
     ) -> None:
         self._connection = connection
         self._limit = limit
-        self._loop = asyncio.get_running_loop()
         self._request = StreamRequest(command, buffer)
 
     # Not weakref.finalize: its arguments would keep the error of the request, whose traceback keeps this stream.
@@ -279,7 +323,7 @@ class RemoteStream(Generic[T]):
         request = self._request
         if request.number and request.over is None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._connection.give_up, request.number)
+                self._connection.loop.call_soon_threadsafe(self._connection.give_up, request.number)
 
     async def __aenter__(self) -> Self:
         request = self._request
@@ -293,7 +337,7 @@ class RemoteStream(Generic[T]):
             raise
         if not request.begun.done():
             self._leave()
-            raise request.command.overdue(self._limit)
+            raise request.command.overdue(self._limit, f"the store at {self._connection.where}")
         request.begun.result()
         return self
 

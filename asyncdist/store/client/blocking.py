@@ -32,7 +32,7 @@ from asyncdist.errors import AsyncdistError, ProtocolError, StoreConnectionError
 from asyncdist.net.security.tls import client_context
 from asyncdist.store.client.blocking_socket import BlockingSocket, open_blocking_socket, shake_hands
 from asyncdist.store.client.connect import ConnectRetry, ReconnectPolicy, SilentServer, broken, closed
-from asyncdist.store.client.pending import BlockingClient, PendingRequest, acquire
+from asyncdist.store.client.pending import BlockingClient, PendingRequest, PendingStream, acquire
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, ClientProtocol
 from asyncdist.store.protocol.operations import Command
 
@@ -45,9 +45,9 @@ class BlockingConnection(BlockingClient):
     """One client session that many threads use, over one socket at a time."""
 
     def __init__(self, host: str, port: int, token: str | None, config: Config) -> None:
-        super().__init__()
-        shorten_interrupts()
         self.where = f"{host}:{port}"
+        super().__init__(f"the store at {self.where}")
+        shorten_interrupts()
         self.host = host
         self._port, self._token, self._config = port, token, config
         self._tls: ssl.SSLContext | None = None
@@ -70,7 +70,6 @@ class BlockingConnection(BlockingClient):
 
     @property
     def is_closed(self) -> bool:
-        """Whether this process has closed the connection, and not an error."""
         return self._closing.is_set()
 
     def connect(self, timeout: Timeout) -> None:
@@ -79,7 +78,6 @@ class BlockingConnection(BlockingClient):
         self.guard(self._connect, timeout)
 
     def another(self, timeout: Timeout) -> BlockingConnection:
-        """Open another connection to the same store. It is closed together with this one."""
         other = BlockingConnection(self.host, self._port, self._token, self._config)
         self.guard(self._add, other)
         other.connect(timeout)
@@ -224,7 +222,6 @@ class BlockingConnection(BlockingClient):
                 raise interrupt
 
     def _read(self, sock: BlockingSocket, deadline: Deadline) -> None:
-        """Complete the requests whose answers arrive next."""
         try:
             sock.wait(deadline)  # nearly every interrupt comes here, where it does no harm
         except ConnectionError as error:
@@ -263,7 +260,6 @@ class BlockingConnection(BlockingClient):
     # -- connecting -------------------------------------------------------------------------------
 
     def _connect(self, timeout: Timeout) -> None:
-        """Connect for the first time, in the calling thread."""
         retry = ConnectRetry(self.host, self._port, timeout, sleep=self._closing.wait)
         for _ in retry:
             try:
@@ -306,7 +302,6 @@ class BlockingConnection(BlockingClient):
             raise
 
     def _greet(self, sock: BlockingSocket, deadline: Deadline) -> None:
-        """Authenticate, and read the server's hello."""
         try:
             shake_hands(sock, self._token, deadline)
         except TimeoutError as error:
@@ -354,7 +349,6 @@ class BlockingConnection(BlockingClient):
             reconnected.set()
 
     def _connect_again(self) -> None:
-        """Connect, as long as the policy allows it. Raises StoreConnectionError."""
         policy = self._reconnect_policy
         for _ in policy.retry:
             try:
@@ -417,6 +411,12 @@ class BlockingConnection(BlockingClient):
             self._threads.submit(self.close)
         else:
             self.guard(self._close)
+
+    def end_stream(self, stream: PendingStream[Any]) -> None:
+        self.close()  # a stream has a connection of its own
+
+    def drop_stream(self, stream: PendingStream[Any]) -> None:
+        self.close()
 
     def _close(self) -> None:
         sock = self._enqueue(self.protocol.goodbye)

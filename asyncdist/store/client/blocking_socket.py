@@ -53,7 +53,6 @@ class BlockingSocket:
 
     @property
     def secured(self) -> bool:
-        """Whether TLS has begun."""
         return self._tls is not None and self._tls.secured
 
     def send(self, data: bytes, deadline: Deadline) -> None:

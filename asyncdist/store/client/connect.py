@@ -1,7 +1,4 @@
-"""How a store client connects: attempts until a deadline, the reconnect policy, and the errors that the user gets.
-
-Both store clients use it; the rendezvous uses `ConnectRetry` for look-ups of names. It imports no client.
-"""
+"""How a store client connects: attempts until a deadline, the reconnect policy, and the errors that the user gets."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from asyncdist.base.error_text import describe_error
 from asyncdist.errors import AddressError, AsyncdistError, CertificateError, LookUpTimeoutError, StoreConnectionError
 from asyncdist.net.network import begin_look_up, is_address
 from asyncdist.net.security.tls import handshake_error
+from asyncdist.store.protocol.c10d import MAGIC, U32, Code
 from asyncdist.store.protocol.client_protocol import ClientProtocol
 
 log = logging.getLogger("asyncdist")
@@ -36,6 +34,8 @@ STEADY = 0.5
 
 TELL_AFTER = 10.0
 """Seconds without a store after which a client that goes on trying logs it."""
+
+_C10D_PING = bytes([Code.VALIDATE]) + U32.pack(MAGIC) + bytes([Code.PING]) + U32.pack(MAGIC)
 
 _MAX_TLS_REJECTIONS = 8
 """How often in a row a store may hang up right after the TLS handshake. A store that is ending does so once or twice."""
@@ -84,7 +84,6 @@ class ConnectRetry(Backoff):
         self._has_told = False
 
     def attempt_deadline(self) -> Deadline:
-        """Return the deadline of an attempt that begins now."""
         return Deadline(min(self.deadline.at, time.monotonic() + HANDSHAKE_TIMEOUT))
 
     def failed(self, error: OSError) -> None:
@@ -113,7 +112,6 @@ class ConnectRetry(Backoff):
             log.warning("%s", self._no_answer("answers", "yet; this process goes on trying"))
 
     def overdue(self) -> AddressError | StoreConnectionError:
-        """Return the error of a client whose deadline has passed."""
         reason = self._reason
         if isinstance(reason, socket.gaierror):
             return unresolved(self.host, reason)
@@ -146,12 +144,7 @@ class ReconnectPolicy:
     has answered a request, or the connection lasted for `STEADY` seconds. Connections that break earlier share the
     patience that was left, because a request of this client may be what breaks them.
 
-    Args:
-        protocol: The client's session.
-        host: The store's host.
-        port: The store's port.
-        patience: Seconds; with 0 a client never connects again.
-        sleep: How a blocking client pauses between two attempts; see `Backoff`.
+    With a patience of 0 s a client never connects again. ``sleep`` is how a blocking client pauses; see `Backoff`.
     """
 
     def __init__(
@@ -188,7 +181,6 @@ class ReconnectPolicy:
         return None
 
     def succeeded(self) -> None:
-        """Record that an attempt has made a connection."""
         self._connected_at = time.monotonic()
         self._num_connections += 1
 
@@ -204,7 +196,6 @@ class ReconnectPolicy:
             raise self._broken_again(final) from None
 
     def overdue(self) -> StoreConnectionError:
-        """Return the error of a client that has tried for as long as its patience allows."""
         if not self._num_connections:
             return self._broken_again(self.retry.overdue())
         return broken(
@@ -223,14 +214,12 @@ def resolution_error(error: OSError | UnicodeError) -> socket.gaierror:
 
 
 def unresolved(host: str, error: OSError | UnicodeError) -> AddressError:
-    """Return the error that a user gets for a host that does not resolve."""
     return AddressError(
         f"host {host!r} does not resolve ({describe_error(error)}): check its spelling, or give an address"
     )
 
 
 def look_up_overdue(host: str) -> LookUpTimeoutError:
-    """Return the error of a look-up that the name server has not answered in time."""
     return LookUpTimeoutError(
         f"the name server did not resolve host {host!r} in time; check that it answers, or give an address"
     )
@@ -246,14 +235,12 @@ def hung_up(error: Exception | None, *, secured: bool) -> Exception:
 
 
 def broken(where: str, why: str) -> StoreConnectionError:
-    """Return the error of a call whose connection to the store has broken."""
     return StoreConnectionError(
         f"the connection to the store at {where} broke ({why}): see the log of the process that serves it"
     )
 
 
 def closed(where: str) -> StoreConnectionError:
-    """Return the error of a call on a closed connection."""
     return StoreConnectionError(f"the connection to the store at {where} was closed by this process: connect again")
 
 
@@ -297,3 +284,17 @@ def _connect_to_first(addresses: list[str], port: int, timeout: float) -> socket
             lifecycle.close_in_children(sock)
             return sock
     raise first
+
+
+def accepts_c10d_clients(host: str, port: int, timeout: float) -> bool:
+    """Return whether the server at a port answers a client of torch's TCPStore within ``timeout`` seconds.
+
+    An asyncdist store that refuses such clients from this host closes the connection instead. Torch's own error message
+    does not name the cause.
+    """
+    try:
+        with connect(host, port, timeout) as sock:
+            sock.sendall(_C10D_PING)
+            return bool(sock.recv(U32.size))
+    except OSError:
+        return False

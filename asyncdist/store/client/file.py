@@ -18,6 +18,7 @@ import secrets
 import socket
 import threading
 import weakref
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ from asyncdist.store.client.locked_file import LockedFile
 from asyncdist.store.client.pending import CallGuard
 from asyncdist.store.persistence import log_format
 from asyncdist.store.protocol.client_protocol import refusal
-from asyncdist.store.protocol.codec import Encoder, decode_request, messages_in
+from asyncdist.store.protocol.codec import decode_request, messages_in, packer
 from asyncdist.store.protocol.operations import KEY_CHANGES, Command, Op, OperationKind, Reply
 from asyncdist.store.state.machine import StoreState
 
@@ -63,7 +64,7 @@ class FileReplica(CallGuard):
         self._lock = threading.Lock()
         self._closed = False
         self._state = StoreState()
-        self._pack = Encoder().pack
+        self._pack = packer()
         self._num_opened = 0
         self._num_open = 0
         self._offset = 0
@@ -86,7 +87,7 @@ class FileReplica(CallGuard):
             reply = self.guard(self._try, command)
             if reply is not None:
                 return _result(reply)
-        raise command.overdue(limit)
+        raise command.overdue(limit, f"the store in {self.path}")
 
     def _try(self, command: Command[Any]) -> Reply | None:
         """Execute a command and return its reply; None if it waits for a key that is not set."""
@@ -167,11 +168,16 @@ class FileReplica(CallGuard):
                     return
                 self._salt, self._next_frame = log_format.read_header(data)
                 self._offset = start = log_format.HEADER_NBYTES
-            while body := log_format.next_frame(data, start, self._salt, self._next_frame):
-                (message,) = messages_in(data[slice(*body)])
+            file = BytesIO(data)
+            file.seek(start)
+            while True:
+                body = log_format.read_frame(file, len(data) - start, self._offset, self._salt, self._next_frame)
+                if body is None:
+                    return
+                (message,) = messages_in(body)
                 _, op, args = decode_request(message)
-                self._offset += body[1] - start
-                start = body[1]
+                start = file.tell()
+                self._offset = base + start
                 self._next_frame += 1
                 self._replay(op, args)
         except log_format.DamagedError as error:
@@ -179,7 +185,7 @@ class FileReplica(CallGuard):
             # An incomplete last frame is no error: the next process that appends cuts it off.
             if self._salt and not misplaced and not log_format.has_frame_after(data, start, self._salt):
                 return
-            raise self._damaged(error.after(base).summary) from None
+            raise self._damaged(error.summary) from None
         except (ProtocolError, ValueError) as error:
             raise self._damaged(f"at offset {self._offset}: {error}") from None
 

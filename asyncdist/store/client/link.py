@@ -122,7 +122,6 @@ class StoreConnection(asyncio.Protocol):
         self._out_nbytes = 0
 
     def begin(self, lost: Lost) -> None:
-        """Resume the session."""
         if self.transport is None:
             raise ConnectionResetError("it hung up after the handshake")
         self._lost = lost
@@ -200,7 +199,6 @@ class StoreConnection(asyncio.Protocol):
         self._parts.resume()
 
     def fileno(self) -> int:
-        """Return the descriptor of the connection's socket, or -1 if that is closed."""
         return -1 if self.transport is None else descriptor_of(self.transport)
 
     # -- called by the store ----------------------------------------------------------------------
@@ -247,7 +245,6 @@ class StoreConnection(asyncio.Protocol):
             self.transport.write(framed(out))
 
     async def close(self) -> None:
-        """Send the queued messages, and close the connection."""
         self._lost = None
         if self.transport is None:
             return
@@ -261,6 +258,5 @@ class StoreConnection(asyncio.Protocol):
             await asyncio.shield(self._gone)
 
     def abort(self) -> None:
-        """Close the connection at once."""
         if self.transport is not None:
             self.transport.abort()

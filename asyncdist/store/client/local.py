@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from asyncdist.base.deadline import Deadline, Timeout, seconds, wait_until_set
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store.base import BlockingStream, Store
-from asyncdist.store.client.pending import BlockingClient, ClientStream, PendingRequest
+from asyncdist.store.client.pending import BlockingClient, ClientStream, PendingRequest, PendingStream
 from asyncdist.store.protocol.client_protocol import refusal
 from asyncdist.store.protocol.operations import BLOCKING, STREAMS, Command, Op, OperationKind
 from asyncdist.store.protocol.streams import stream_buffer
@@ -25,11 +25,11 @@ class LocalClient(BlockingClient):
     """A state machine, executed by the threads that call it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("the store of this process")
         self._state = StoreState()
-        self._requests: dict[int, tuple[Op, PendingRequest[Any]]] = {}
+        self._requests: dict[int, PendingRequest[Any]] = {}
         self._last = 0
-        self._dropped: deque[PendingRequest[Any]] = deque()
+        self._dropped: deque[PendingStream[Any]] = deque()
         self._over: StoreConnectionError | None = None
 
     def wait_for(self, pending: PendingRequest[Any], deadline: Deadline) -> None:
@@ -40,9 +40,11 @@ class LocalClient(BlockingClient):
         if not wait_until_set(event, deadline.remaining()):
             raise TimeoutError
 
-    def drop(self, pending: PendingRequest[Any]) -> None:
-        """Cancel a stream before the next request. The garbage collector may call this while the thread holds the lock."""
-        self._dropped.append(pending)
+    def end_stream(self, stream: PendingStream[Any]) -> None:
+        self.guard(self.give_up, stream.number)
+
+    def drop_stream(self, stream: PendingStream[Any]) -> None:
+        self._dropped.append(stream)  # cancelled before the next request: the lock may be held
 
     def begin(self, command: Command[Any], pending: PendingRequest[Any], deadline: Deadline) -> None:
         while self._dropped:
@@ -53,7 +55,8 @@ class LocalClient(BlockingClient):
                 raise StoreConnectionError(*self._over.args)
             self._last += 1
             number = pending.number = self._last
-            self._requests[number] = command.op, pending
+            pending.command = command
+            self._requests[number] = pending
             try:
                 self._execute(number, command.op, command.args)
             except BaseException:
@@ -62,8 +65,8 @@ class LocalClient(BlockingClient):
 
     def give_up(self, number: int) -> None:
         with self.lock:
-            op, _ = self._requests.pop(number, (Op.QUEUE_POP, None))
-            if op in BLOCKING and self._over is None:
+            pending = self._requests.pop(number, None)  # None for a pop that has been answered
+            if (pending is None or pending.command.op in BLOCKING) and self._over is None:
                 self._execute(number, Op.CANCEL, (number,))
 
     def confirm(self, number: int) -> None:
@@ -76,11 +79,11 @@ class LocalClient(BlockingClient):
         for _, number, kind, value in self._state.execute(_CLIENT, request, op, args):
             if number not in self._requests:
                 continue
-            requested, pending = self._requests[number]
+            pending = self._requests[number]
             if kind is OperationKind.PUBLISHED:
                 pending.publish(value)
                 continue
-            if requested not in STREAMS or kind is OperationKind.REFUSED:
+            if pending.command.op not in STREAMS or kind is OperationKind.REFUSED:
                 del self._requests[number]
             if kind is OperationKind.RESULT:
                 pending.resolve(value)
@@ -93,7 +96,7 @@ class LocalClient(BlockingClient):
                 self._state.leave(_CLIENT)
                 self._over = StoreConnectionError("this store was closed by this process: make another")
             requests, self._requests = self._requests, {}
-            for _, pending in requests.values():
+            for pending in requests.values():
                 pending.reject(StoreConnectionError(*self._over.args))
 
 
@@ -108,8 +111,7 @@ class HashStore(Store):
         return self._client.perform(command, self._timeout if timeout is None else seconds(timeout))
 
     def stream(self, command: Command[Any], hidden: str = "") -> BlockingStream[Any]:
-        client, buffer = self._client, stream_buffer(command, hidden)
-        return ClientStream(client, command, buffer, self._timeout, store=self, dropped=client.drop)
+        return ClientStream(self._client, command, stream_buffer(command, hidden), self._timeout, self)
 
     def clone(self) -> HashStore:
         """Return the same store with a timeout of its own. To close one closes both."""

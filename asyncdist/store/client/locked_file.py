@@ -51,7 +51,8 @@ class LockedFile:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # the process may change its directory before it removes the file
         self._fd = -1
-        self._kind, options = mount_of(path)
+        kind, options = mount_of(path)
+        self.on_a_network = kind not in _ONE_HOST  # other hosts see a write only after fsync
         self.locks_reach_other_hosts = options.isdisjoint(_LOCKS_STAY_HERE)
 
     def open(self, begin: Callable[[], object]) -> None:
@@ -81,13 +82,7 @@ class LockedFile:
         raise AddressError(f"another process removes the file {path} whenever it is opened: name another file")
 
     def fileno(self) -> int:
-        """Return the descriptor, or -1 once the file is closed."""
         return self._fd
-
-    @property
-    def on_a_network(self) -> bool:
-        """Whether other hosts see a write only after fsync."""
-        return self._kind not in _ONE_HOST
 
     @contextlib.contextmanager
     def locked(self, *, shared: bool = False, patience: float | None = None) -> Iterator[None]:
@@ -114,7 +109,6 @@ class LockedFile:
         )
 
     def is_current(self) -> bool:
-        """Return whether the path still names this file."""
         try:
             mine, named = os.fstat(self._fd), os.stat(self.path)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The requests of a blocking store's threads, and the base of its clients: TCPStore and HashStore use it.
+"""The requests of a blocking store's threads, and the base of its clients.
 
 A thread makes a `PendingRequest` and waits until it is ready. Each `BlockingClient` has its own way to wait: the TCP client
 reads a socket on behalf of all threads, and the in-memory client sleeps until another thread completes the request.
@@ -86,10 +86,11 @@ class CallGuard:
 
 
 class BlockingClient(CallGuard, ABC):
-    """One client of a store, used by any number of threads."""
+    """One client of a store, used by any number of threads. ``name`` names the store in errors."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
+        self.name = name
         self.lock = threading.Lock()
 
     @abstractmethod
@@ -111,6 +112,14 @@ class BlockingClient(CallGuard, ABC):
     @abstractmethod
     def close(self) -> None:
         """Reject every open request. A second call does nothing."""
+
+    @abstractmethod
+    def end_stream(self, stream: PendingStream[Any]) -> None:
+        """End a stream that the program closes."""
+
+    @abstractmethod
+    def drop_stream(self, stream: PendingStream[Any]) -> None:
+        """End a stream that the program has dropped; called on any thread, which may hold any lock."""
 
     def perform(self, command: Command[T], limit: float) -> T:
         """Carry out a command within ``limit`` seconds and return its result."""
@@ -139,7 +148,7 @@ class BlockingClient(CallGuard, ABC):
             if pending.number:
                 self.give_up(pending.number)
             if isinstance(error, TimeoutError):
-                raise command.overdue(limit) from None
+                raise command.overdue(limit, self.name) from None
             raise
 
     def next_item(self, stream: PendingStream[T], deadline: Deadline) -> T:
@@ -187,38 +196,24 @@ class PendingStream(PendingRequest[Any], Generic[T]):
 
 
 class ClientStream(BlockingStream[T]):
-    """A stream of a blocking client. It keeps ``store`` alive.
+    """A stream of a blocking client. It keeps ``store`` alive, and ends when it is closed or the program drops it."""
 
-    It ends when it is closed, or when the program drops it: then ``dropped`` is called with its request, on any thread,
-    which may hold any lock. Either way a client that it has ``owned`` is closed.
-    """
-
-    _dropped: Callable[[PendingStream[Any]], object] | None = None
-    """None when it is closed."""
+    _open = False
 
     def __init__(
-        self,
-        client: BlockingClient,
-        command: Command[Any],
-        buffer: StreamBuffer[T],
-        limit: float,
-        *,
-        store: object,
-        dropped: Callable[[PendingStream[Any]], object],
-        owned: bool = False,
+        self, client: BlockingClient, command: Command[Any], buffer: StreamBuffer[T], limit: float, store: object
     ) -> None:
         self._store = store
         self.client = client
         self._command = command
-        self._owned = owned
         self._pending = PendingStream(buffer)
         client.open_stream(command, self._pending, limit)
-        self._dropped = dropped
+        self._open = True
 
     # Not weakref.finalize: its arguments would keep the error of the request, whose traceback keeps this stream.
     def __del__(self) -> None:
-        if self._dropped is not None:
-            self._dropped(self._pending)
+        if self._open:
+            self.client.drop_stream(self._pending)
 
     def get(self, timeout: Timeout = None) -> T:
         try:
@@ -227,10 +222,6 @@ class ClientStream(BlockingStream[T]):
             raise StoreTimeoutError(self._command.name, self._command.keys, seconds(timeout)) from None
 
     def close(self) -> None:
-        if self._dropped is None:
-            return
-        if self._owned:
-            self.client.close()
-        else:
-            self.client.guard(self.client.give_up, self._pending.number)
-        self._dropped = None
+        if self._open:
+            self.client.end_stream(self._pending)
+            self._open = False

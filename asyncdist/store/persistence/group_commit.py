@@ -2,8 +2,7 @@
 
 One write, and one `fsync` if the policy requires it, serve all requests that were executed during the previous write.
 Their replies wait for it, replies to reads included, because these may show a change that is not written yet. A thread
-waits for the disk, while the loop continues to read and execute requests, up to a limit. Called by `store.server`, which
-this module does not import.
+waits for the disk, while the loop continues to read and execute requests, up to a limit.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class ReplyReceiver(Protocol):
 
 
 class JournaledServer(Protocol):
-    """The attributes and methods of a server that its journal uses."""
+    """What a journal needs of its server. `StoreServer` documents the methods."""
 
     change_log: ChangeLog
     config: Config
@@ -71,14 +70,11 @@ class JournaledServer(Protocol):
     sessions: SessionTable
     state: StoreState
 
-    def pause_reading(self) -> None:
-        """Read no more requests."""
+    def pause_reading(self) -> None: ...
 
-    def resume_reading(self) -> None:
-        """Read requests again."""
+    def resume_reading(self) -> None: ...
 
-    def drop_all(self) -> None:
-        """Abort all connections."""
+    def drop_all(self) -> None: ...
 
 
 class GroupCommit:
@@ -159,7 +155,6 @@ class GroupCommit:
             self._limit_timer = self._loop.call_later(CHECK_INTERVAL, self._limit_pending)
 
     def _commit(self) -> None:
-        """Write the pending changes; then send the held replies."""
         if self._writing is not None or self.failure.done() or not (self.change_log.pending or self._rotates_next):
             return
         self.num_commits += 1
@@ -211,7 +206,6 @@ class GroupCommit:
             self._server.resume_reading()
 
     def _release(self, held: list[tuple[ReplyReceiver, bytes]]) -> None:
-        """Send held replies whose changes are written."""
         for connection, data in held:
             connection.release(data)
         for connection in dict.fromkeys(connection for connection, _ in held):

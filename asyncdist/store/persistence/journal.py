@@ -72,7 +72,6 @@ class Journal:
             raise
 
     def fileno(self) -> int:
-        """Return the descriptor that holds the folder's lock, or -1 once the journal is closed."""
         return self._lock
 
     def close(self) -> None:
@@ -92,12 +91,10 @@ class Journal:
             self.sync()
 
     def sync(self) -> None:
-        """Flush everything that was committed to disk."""
         os.fdatasync(self._fd)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a restart would read."""
         return self._nbytes + self._snapshot_nbytes
 
     @property
@@ -260,21 +257,15 @@ class _Reader:
         """
         ended = False
         while True:
-            head = self._file.read(log_format.FRAME_NBYTES)
-            if len(head) < log_format.FRAME_NBYTES:
+            body = log_format.read_frame(self._file, self.size - self.end, self.end, self.salt, self.number)
+            if body is None:
                 return ended
-            nbytes, checksum = log_format.read_head(head, self.end, self.salt, self.number)
-            begin = self.end + log_format.FRAME_NBYTES
-            if begin + nbytes > self.size:
-                return ended
-            body = self._file.read(nbytes)
-            log_format.check_body(body, checksum, self.end)
             try:
                 ended = replay(body, contents)
             except ProtocolError as error:  # another version wrote it
                 why = f"its checksum is right: {error}"
                 raise _damaged(self.path, log_format.DamagedError(self.end, why)) from None
-            self.end = begin + nbytes
+            self.end += log_format.FRAME_NBYTES + len(body)
             self.number += 1
 
     def has_frame_after(self, offset: int) -> bool:
@@ -335,7 +326,6 @@ def _lock(fd: int, folder: Path) -> None:
 
 
 def _write(fd: int, *pieces: bytes) -> int:
-    """Write all pieces and return the number of bytes."""
     views = [memoryview(piece) for piece in pieces]
     nbytes = sum(map(len, views))
     while views:

@@ -1,7 +1,5 @@
 """The format of a store's log on disk: a header, then frames, each with its checksums.
 
-Used by `journal` and `FileStore`.
-
     header   MAGIC, the log's salt (8 random bytes), u64 number of the first frame; u32 CRC of these
     frame    mark, u64 length, u64 number, u32 CRC of the body; u32 CRC of these, seeded with the salt; then the body
 
@@ -17,6 +15,7 @@ log (`change_log`).
 from __future__ import annotations
 
 import struct
+from typing import BinaryIO
 from zlib import crc32
 
 from asyncdist.errors import ProtocolError
@@ -43,17 +42,12 @@ class DamagedError(ProtocolError):
         self.offset = offset
         self.why = why
 
-    def after(self, nbytes: int) -> DamagedError:
-        """Return the same error for a log with ``nbytes`` before the examined part."""
-        return DamagedError(self.offset + nbytes, self.why)
-
 
 class MisplacedError(DamagedError):
     """An intact frame has the wrong number. No crash of a writer causes this."""
 
 
 def header(salt: bytes, first: int = 0) -> bytes:
-    """Return the header of a log whose first frame has the number ``first``."""
     start = MAGIC + salt + _FIRST.pack(first)
     return start + _SEAL.pack(crc32(start))
 
@@ -74,7 +68,6 @@ def read_header(data: Data) -> tuple[bytes, int]:
 
 
 def frame_head(salt: bytes, number: int, *body: Data) -> bytes:
-    """Return the head of frame ``number``; the body may be in pieces."""
     checksum = 0
     for piece in body:
         checksum = crc32(piece, checksum)
@@ -82,31 +75,20 @@ def frame_head(salt: bytes, number: int, *body: Data) -> bytes:
     return head + _SEAL.pack(_sealed(salt, head))
 
 
-def next_frame(data: Data, start: int, salt: bytes, number: int) -> tuple[int, int] | None:
-    """Return where the body of frame ``number`` at ``start`` begins and ends; None if the frame is incomplete.
+def read_frame(file: BinaryIO, left: int, offset: int, salt: bytes, number: int) -> bytes | None:
+    """Read frame ``number`` at ``offset`` of a log; return its body, or None if the frame is incomplete.
+
+    Args:
+        file: Stands at the frame.
+        left: How many bytes follow in the log.
 
     Raises:
         MisplacedError: It is another frame of this log.
         DamagedError: A checksum is wrong.
     """
-    begin = start + FRAME_NBYTES
-    if begin > len(data):
+    if left < FRAME_NBYTES:
         return None
-    nbytes, checksum = read_head(data[start:begin], start, salt, number)
-    end = begin + nbytes
-    if end > len(data):
-        return None
-    check_body(data[begin:end], checksum, start)
-    return begin, end
-
-
-def read_head(head: Data, offset: int, salt: bytes, number: int) -> tuple[int, int]:
-    """Return the length and the checksum of the body that follows the head of frame ``number``.
-
-    Raises:
-        MisplacedError: It is the head of another frame of this log.
-        DamagedError: A checksum is wrong.
-    """
+    head = file.read(FRAME_NBYTES)
     mark, nbytes, found, checksum = _HEAD.unpack_from(head)
     (seal,) = _SEAL.unpack_from(head, _HEAD.size)
     if mark != _MARK or seal != _sealed(salt, head[: _HEAD.size]):
@@ -115,13 +97,12 @@ def read_head(head: Data, offset: int, salt: bytes, number: int) -> tuple[int, i
         raise MisplacedError(
             offset, f"frame {found} stands where frame {number} belongs: a frame was removed, repeated or moved"
         )
-    return int(nbytes), int(checksum)
-
-
-def check_body(body: Data, checksum: int, offset: int) -> None:
-    """Raise DamagedError if the body of the frame at ``offset`` has another checksum."""
+    if nbytes > left - FRAME_NBYTES:
+        return None
+    body = file.read(nbytes)
     if crc32(body) != checksum:
-        raise DamagedError(offset, f"the checksum of a frame of {len(body)} bytes is wrong")
+        raise DamagedError(offset, f"the checksum of a frame of {nbytes} bytes is wrong")
+    return body
 
 
 def has_frame_after(data: bytes, start: int, salt: bytes) -> bool:

@@ -1,4 +1,1 @@
-"""The store's wire protocols without I/O: operations, codec, long messages, client state machine, torch's c10d format.
-
-Clients and the server use it.
-"""
+"""The store's wire protocols without I/O: operations, codec, long messages, client state machine, torch's c10d format."""

@@ -1,6 +1,6 @@
 """The wire format of torch's TCPStore, as of torch 2.13, so that its clients can use an asyncdist store.
 
-    request    u8 code, then what `_SHAPES` says; answered in order, or not at all, as `Code` says
+    request    u8 code, then what its `Code.shape` says; answered in order, or not at all
     integers   little-endian; STR and VEC are a u64 length and as many bytes; lists are a u64 count and as many items
 
 There are no frames and no request ids: a request ends with its last field. The decoder therefore keeps its position
@@ -27,59 +27,49 @@ MAX_KEYS = 128 << 10
 
 _SLASH = ord("/")
 U32, U64, I64 = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<q")
+_VALUE_ADVICE = ": raise ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store runs, or send bulk data through a collective"
 STOP_WAITING, WAIT_CANCELED = b"\x00", b"\x01"
 READY, NOT_READY = b"\x00", b"\x01"
 
 
 class Code(IntEnum):
-    """Requests by their first byte."""
+    """Requests by their first byte, each with the shape of its fields.
 
-    VALIDATE = 0x00
-    SET = 0x01
-    COMPARE_SET = 0x02
-    GET = 0x03
-    ADD = 0x04
-    CHECK = 0x05
-    WAIT = 0x06
-    GETNUMKEYS = 0x07
-    DELETE_KEY = 0x08
-    APPEND = 0x09
-    MULTI_GET = 0x0A
-    MULTI_SET = 0x0B
-    CANCEL_WAIT = 0x0C
-    PING = 0x0D
-    QUEUE_PUSH = 0x0E
-    QUEUE_POP = 0x0F
-    QUEUE_LEN = 0x10
-    LIST_KEYS = 0x11
-    BARRIER = 0x12
+    Shapes: k a key, v a value, u a u32, i an i64, K a list of keys, P a list of keys with their values.
+    """
 
+    shape: str
+
+    def __new__(cls, code: int, shape: str) -> Code:
+        self = int.__new__(cls, code)
+        self._value_, self.shape = code, shape
+        return self
+
+    VALIDATE = 0x00, "u"
+    SET = 0x01, "kv"
+    COMPARE_SET = 0x02, "kvv"
+    GET = 0x03, "k"
+    ADD = 0x04, "ki"
+    CHECK = 0x05, "K"
+    WAIT = 0x06, "K"
+    GETNUMKEYS = 0x07, ""
+    DELETE_KEY = 0x08, "k"
+    APPEND = 0x09, "kv"
+    MULTI_GET = 0x0A, "K"
+    MULTI_SET = 0x0B, "P"
+    CANCEL_WAIT = 0x0C, ""
+    PING = 0x0D, "u"
+    QUEUE_PUSH = 0x0E, "kv"
+    QUEUE_POP = 0x0F, "k"
+    QUEUE_LEN = 0x10, "k"
+    LIST_KEYS = 0x11, ""
+    BARRIER = 0x12, "ki"
+
+
+_SHAPES: dict[int, str] = {code: code.shape for code in Code}
 
 Request = tuple[Any, ...]
 """A `Code` as an int, and the arguments: keys as str, values as bytes, numbers as int, lists of keys as lists."""
-
-_SHAPES: dict[int, str] = {
-    Code.VALIDATE: "u",
-    Code.SET: "kv",
-    Code.COMPARE_SET: "kvv",
-    Code.GET: "k",
-    Code.ADD: "ki",
-    Code.CHECK: "K",
-    Code.WAIT: "K",
-    Code.GETNUMKEYS: "",
-    Code.DELETE_KEY: "k",
-    Code.APPEND: "kv",
-    Code.MULTI_GET: "K",
-    Code.MULTI_SET: "P",
-    Code.CANCEL_WAIT: "",
-    Code.PING: "u",
-    Code.QUEUE_PUSH: "kv",
-    Code.QUEUE_POP: "k",
-    Code.QUEUE_LEN: "k",
-    Code.LIST_KEYS: "",
-    Code.BARRIER: "ki",
-}
-"""Fields by code: k a key, v a value, u a u32, i an i64, K a list of keys, P a list of keys with their values."""
 
 
 # -- keys and replies ------------------------------------------------------------------------------
@@ -106,23 +96,17 @@ def raw_key(key: str) -> bytes:
 
 
 def vector(value: bytes) -> bytes:
-    """Encode a value or a raw key."""
     return U64.pack(len(value)) + value
 
 
 def vectors(values: list[bytes]) -> bytes:
-    """Encode values one after the other."""
-    pieces = []
+    pieces: list[bytes] = []
     for value in values:
-        pieces.append(U64.pack(len(value)))
-        pieces.append(value)
+        pieces += U64.pack(len(value)), value
     return b"".join(pieces)
 
 
 # -- requests --------------------------------------------------------------------------------------
-
-_Field = Generator[int, bytes, Any]
-"""A parser of one field: yields the number of bytes it needs next, is sent these, and returns the field's value."""
 
 
 class Decoder:
@@ -185,75 +169,43 @@ class Decoder:
             raise ProtocolError(f"a request with an unknown code of torch's format: {code:#04x}")
         arguments = []
         for kind in shape:
-            arguments.append((yield from _FIELDS[kind](self)))  # noqa: PERF401, which a comprehension cannot
+            arguments.append((yield from self._field(kind)))  # noqa: PERF401, which a comprehension cannot
         return (code, *arguments) if shape != "P" else (code, *arguments[0])
 
-    def _u32(self) -> _Field:
-        return U32.unpack((yield 4))[0]
-
-    def _i64(self) -> _Field:
-        return I64.unpack((yield 8))[0]
-
-    def _count(self) -> Generator[int, bytes, int]:
+    def _field(self, kind: str) -> Generator[int, bytes, Any]:
+        """Parse one field: yield the number of bytes it needs next, and return its value."""
+        match kind:
+            case "u":
+                return U32.unpack((yield 4))[0]
+            case "i":
+                return I64.unpack((yield 8))[0]
+            case "k":
+                return key_of((yield from self._vector(MAX_KEY_NBYTES, "a key that claims", "")))
+            case "v":
+                return (yield from self._vector(self.max_value_nbytes, "a value of", _VALUE_ADVICE))
         (count,) = U64.unpack((yield 8))
         if count > MAX_KEYS:
             raise ProtocolError(f"a request about {count} keys, when {MAX_KEYS} is the limit")
-        return int(count)
-
-    def _key(self) -> _Field:
-        (nbytes,) = U64.unpack((yield 8))
-        if nbytes > MAX_KEY_NBYTES:
-            raise ProtocolError(f"a key that claims {nbytes} bytes, when {MAX_KEY_NBYTES} is the limit")
-        self._spend(nbytes + 8)
-        return key_of((yield nbytes))
-
-    def _value(self) -> _Field:
-        (nbytes,) = U64.unpack((yield 8))
-        if nbytes > self.max_value_nbytes:
-            raise ProtocolError(
-                f"a value of {nbytes} bytes, when {self.max_value_nbytes} is the limit: raise "
-                "ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store runs, or send bulk data through a collective"
-            )
-        self._spend(nbytes + 8)
-        return (yield nbytes)
-
-    def _spend(self, nbytes: int) -> None:
-        self._nbytes += nbytes
-        if self._nbytes > self.limit:
-            raise ProtocolError(f"a request of more than {self.limit} bytes, which is the limit")
-
-    def _keys(self) -> _Field:
-        count = yield from self._count()
-        keys = []
-        for _ in range(count):
-            keys.append((yield from self._key()))  # noqa: PERF401
-        return keys
-
-    def _pairs(self) -> _Field:
-        count = yield from self._count()
         keys, values = [], []
         for _ in range(count):
-            keys.append((yield from self._key()))
-            values.append((yield from self._value()))
-        return keys, values
+            keys.append((yield from self._field("k")))
+            if kind == "P":
+                values.append((yield from self._field("v")))
+        return keys if kind == "K" else (keys, values)
 
-
-_FIELDS: dict[str, Callable[[Decoder], _Field]] = {
-    "u": Decoder._u32,
-    "i": Decoder._i64,
-    "k": Decoder._key,
-    "v": Decoder._value,
-    "K": Decoder._keys,
-    "P": Decoder._pairs,
-}
+    def _vector(self, most: int, what: str, advice: str) -> Generator[int, bytes, bytes]:
+        (nbytes,) = U64.unpack((yield 8))
+        if nbytes > most:
+            raise ProtocolError(f"{what} {nbytes} bytes, when {most} is the limit{advice}")
+        self._nbytes += nbytes + 8
+        if self._nbytes > self.limit:
+            raise ProtocolError(f"a request of more than {self.limit} bytes, which is the limit")
+        return (yield nbytes)
 
 
 # -- complete requests in one read, the common case ------------------------------------------------
 
-_WITH_KEY = frozenset((Code.GET, Code.DELETE_KEY, Code.QUEUE_POP, Code.QUEUE_LEN))
-_WITH_NUMBER = frozenset((Code.ADD, Code.BARRIER))
-_WITH_VALUE = frozenset((Code.SET, Code.APPEND, Code.QUEUE_PUSH))
-_OF_KEYS = frozenset((Code.WAIT, Code.CHECK))
+_WHOLE = {int(code): code.shape for code in Code if code.shape in ("k", "ki", "kv") or code in (Code.WAIT, Code.CHECK)}
 
 _u64_at, _i64_at = U64.unpack_from, I64.unpack_from
 
@@ -263,35 +215,35 @@ def _whole_requests(data: bytes, place: int, requests: list[Request], max_value_
     end = len(data)
     while end - place >= 9:
         code = data[place]
+        shape = _WHOLE.get(code)
         start = place + 9
-        if code in _OF_KEYS:
+        if shape == "K":
             if end - place < 17 or _u64_at(data, place + 1)[0] != 1:
                 return place
             start += 8
         (nbytes,) = _u64_at(data, start - 8)
         after = start + nbytes
-        if nbytes > MAX_KEY_NBYTES or after > end:
+        if shape is None or nbytes > MAX_KEY_NBYTES or after > end:
             return place
-        if code in _OF_KEYS:
-            requests.append((code, [key_of(data[start:after])]))
-        elif code in _WITH_KEY:
-            requests.append((code, key_of(data[start:after])))
-        elif code in _WITH_NUMBER:
-            if after + 8 > end:
-                return place
-            requests.append((code, key_of(data[start:after]), _i64_at(data, after)[0]))
+        key = key_of(data[start:after])
+        request: Request
+        if shape == "k":
+            request = code, key
+        elif shape == "K":
+            request = code, [key]
+        elif after + 8 > end:
+            return place
+        elif shape == "ki":
+            request = code, key, _i64_at(data, after)[0]
             after += 8
-        elif code in _WITH_VALUE:
-            if after + 8 > end:
-                return place
+        else:
             (nbytes,) = _u64_at(data, after)
             value = after + 8
-            if nbytes > max_value_nbytes or value + nbytes > end:
-                return place
-            requests.append((code, key_of(data[start:after]), data[value : value + nbytes]))
             after = value + nbytes
-        else:
-            return place
+            if nbytes > max_value_nbytes or after > end:
+                return place
+            request = code, key, data[value:after]
+        requests.append(request)
         place = after
     return place
 

@@ -20,7 +20,7 @@ from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionErro
 from asyncdist.net.connection.frames import HELLO
 from asyncdist.net.connection.inbox import Inbox, InboxOwner
 from asyncdist.net.connection.messages import IncomingMessage
-from asyncdist.store.protocol.codec import Encoder, decode_answer, decode_hello, message_limit, messages_in
+from asyncdist.store.protocol.codec import decode_answer, decode_hello, message_limit, messages_in, packer
 from asyncdist.store.protocol.long_messages import LONG_NBYTES, LongMessage, Reassembler, weight
 from asyncdist.store.protocol.operations import (
     BLOCKING,
@@ -58,7 +58,6 @@ class ResponseHandler(Protocol):
 
 
 def refusal(reason: int, text: str) -> Exception:
-    """Return the exception for a request that the store refused."""
     return QueueEmptyError(text) if reason == Reason.EMPTY else StoreError(text)
 
 
@@ -102,15 +101,13 @@ class ClientProtocol(InboxOwner):
         self._resume_request = 0
         self._introduced = False
         self._lineage = ""
-        self._encoder = Encoder()
+        self._pack = packer()
 
     def open_requests(self) -> Collection[ResponseHandler]:
-        """Return the requests without a final answer."""
         return self._open.values()
 
     @property
     def resumable(self) -> bool:
-        """Whether the session can be resumed over another connection."""
         return self.lost is None and self._introduced
 
     # -- requests ---------------------------------------------------------------------------------
@@ -135,7 +132,7 @@ class ClientProtocol(InboxOwner):
             return request, b""
         if self._unacknowledged_nbytes >= _ACKNOWLEDGE_AFTER_NBYTES:
             self._unacknowledged_nbytes = 0
-            self.output.append(self._encoder.pack((0, Op.RECEIVED, next(iter(self._changes), request))))
+            self.output.append(self._pack((0, Op.RECEIVED, next(iter(self._changes), request))))
         return request, message
 
     def _message(self, request: int, command: Command[Any]) -> bytes | LongMessage:
@@ -143,11 +140,11 @@ class ClientProtocol(InboxOwner):
         fields = request, op, *args
         try:
             if op is not Op.GET and weight(args) > LONG_NBYTES:
-                message: bytes | LongMessage = LongMessage(self._encoder.pack, fields, self.is_open)
+                message: bytes | LongMessage = LongMessage(self._pack, fields, self.is_open)
             else:
-                message = self._encoder.pack(fields)
+                message = self._pack(fields)
                 if len(message) > LONG_NBYTES:
-                    message = LongMessage(self._encoder.pack, fields, self.is_open)
+                    message = LongMessage(self._pack, fields, self.is_open)
         except ValueError as error:  # a lone surrogate in a key
             raise UsageError(f"store {command.name}: {error}") from None
         if len(message) > self.limit:
@@ -166,18 +163,15 @@ class ClientProtocol(InboxOwner):
         self._held.discard(request)
         if not self._resumed or (handler is not None and handler.command.op not in BLOCKING):
             return b""
-        return self._encoder.pack((0, Op.CANCEL, request))
+        return self._pack((0, Op.CANCEL, request))
 
     def confirm(self, request: int) -> bytes:
-        """Return the message that acknowledges a popped item."""
-        return self._encoder.pack((0, Op.CONFIRM, request)) if self._resumed else b""
+        return self._pack((0, Op.CONFIRM, request)) if self._resumed else b""
 
     def goodbye(self) -> bytes:
-        """Return the message that ends the session."""
-        return self._encoder.pack((0, Op.LEAVE))
+        return self._pack((0, Op.LEAVE))
 
     def data_to_send(self) -> list[bytes | LongMessage]:
-        """Return the messages in ``output``, and empty it."""
         messages, self.output = self.output, []
         return messages
 
@@ -189,7 +183,7 @@ class ClientProtocol(InboxOwner):
         self._last += 1
         self._resume_request = self._last
         self._resumed, self._introduced = not self._introduced, True  # a new session need not wait for the answer
-        return self._encoder.pack((self._resume_request, Op.RESUME, self._identity, int(self.lease * 1000)))
+        return self._pack((self._resume_request, Op.RESUME, self._identity, int(self.lease * 1000)))
 
     def interrupted(self) -> None:
         """Reset the state of the connection, which has broken. Requests stay open until the session is resumed or ends."""
@@ -308,7 +302,10 @@ class ClientProtocol(InboxOwner):
             if op in CHANGING:
                 self._changes.pop(request, None)
                 self._unacknowledged_nbytes += cost_of(value)
-                self._note_ephemeral(handler.command, kind)
+                if kind == OperationKind.RESULT and op is Op.SET_EPHEMERAL:
+                    self._ephemeral[handler.command.args[0]] = handler.command
+                elif kind == OperationKind.RESULT:
+                    self._note_lasting(handler.command)
             if kind == OperationKind.RESULT:
                 if op is Op.ACQUIRE_LEASE:
                     self._leases.update(handler.command.keys)
@@ -361,18 +358,9 @@ class ClientProtocol(InboxOwner):
         log.warning("the store at %s refuses to restore the ephemeral key %s: %s", self.where, named(key), why)
 
     def _close_restoring(self, request: int) -> str:
-        """Close a request that restores an ephemeral key, and return the key."""
         self._changes.pop(request, None)
         key: str = self._restoring.pop(request).args[0]
         return key
-
-    def _note_ephemeral(self, command: Command[Any], kind: int) -> None:
-        if kind != OperationKind.RESULT:
-            return
-        if command.op is Op.SET_EPHEMERAL:
-            self._ephemeral[command.args[0]] = command
-        else:
-            self._note_lasting(command)
 
     def _note_lasting(self, command: Command[Any]) -> None:
         op, args = command

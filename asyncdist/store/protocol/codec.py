@@ -23,7 +23,7 @@ import msgpack
 
 from asyncdist.errors import ProtocolError
 from asyncdist.net.connection.frames import HEADER, HELLO, SHORT, frame
-from asyncdist.store.protocol.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Op, OperationKind
+from asyncdist.store.protocol.operations import FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Op, OperationKind
 
 VERSION = 4
 _HELLO = 3
@@ -37,8 +37,6 @@ _END = msgpack.packb(_MARK)
 
 
 class Request(NamedTuple):
-    """A client's message."""
-
     id: int
     op: Op
     args: tuple[Any, ...]
@@ -49,16 +47,9 @@ def message_limit(max_value_nbytes: int = 0, max_key_nbytes: int = 0) -> int:
     return max_value_nbytes + max_key_nbytes + OVERHEAD_NBYTES
 
 
-class Encoder:
-    """Encodes messages. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self.pack: Callable[[tuple[Any, ...]], bytes] = msgpack.Packer(use_bin_type=True, autoreset=True).pack
-        """Return the message of these fields. Raises ValueError or OverflowError for fields that msgpack cannot encode."""
-
-    def frame(self, *fields: Any) -> bytes:
-        """Return the frame of one message."""
-        return frame(SHORT, self.pack(fields))
+def packer() -> Callable[[tuple[Any, ...]], bytes]:
+    """Return a function that encodes messages, for one thread at a time. It raises ValueError and OverflowError."""
+    return msgpack.Packer(use_bin_type=True, autoreset=True).pack
 
 
 def framed(messages: Iterable[bytes]) -> bytes:
@@ -77,7 +68,7 @@ def framed(messages: Iterable[bytes]) -> bytes:
 
 def hello(limit: int) -> bytes:
     """Return the frame with which a server begins."""
-    return frame(HELLO, Encoder().pack((0, _HELLO, (VERSION, limit))))
+    return frame(HELLO, packer()((0, _HELLO, (VERSION, limit))))
 
 
 def decode_hello(body: bytes, where: str) -> int:
@@ -128,16 +119,14 @@ def _no_msgpack(error: Exception) -> ProtocolError:
 
 
 def decode_request(fields: Any) -> Request:
-    """Return the request in a message; raises ProtocolError."""
     if type(fields) is not list:
         raise ProtocolError(f"a message that is not an array: {_brief(fields)}")
     try:
         op = Op(fields[1])
-        kinds = ARGUMENTS[op]
     except (IndexError, TypeError, ValueError):
         raise ProtocolError(f"a request for an unknown operation: {_brief(fields)}") from None
     args = tuple(fields[2:])
-    if type(fields[0]) is not int or len(args) != len(kinds) or not all(map(_fits, kinds, args)):
+    if type(fields[0]) is not int or len(args) != len(op.kinds) or not all(map(_fits, op.kinds, args)):
         raise ProtocolError(f"a request with wrong arguments: {op.name} {_brief(fields)}")
     return Request(fields[0], op, args)
 

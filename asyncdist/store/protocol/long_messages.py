@@ -87,29 +87,18 @@ def _set_apart(field: Any, values: list[bytes]) -> Any:
 
 
 class Reassembler:
-    """A long message that arrives: the sink of its bytes.
-
-    Args:
-        opened: The message, of which nothing has arrived. Raises ProtocolError if it does not belong to the store.
-
-    Attributes:
-        request: The number of the request.
-        nbytes: How many bytes have arrived.
-    """
+    """A long message that arrives: the sink of its bytes. Raises ProtocolError if it does not belong to the store."""
 
     def __init__(self, opened: IncomingMessage) -> None:
         self._head, self._sizes = opened.head, opened.sizes
         self.request = messages_in(self._head)[0]
         if type(self.request) is not int:
             raise ProtocolError("a long message without the number of its request")
-        self.nbytes = 0
         self._values: list[bytes] = []
         self._value = BytesIO()
         opened.sink = self
 
     def write(self, part: memoryview) -> None:
-        """Take the bytes that arrive next."""
-        self.nbytes += len(part)
         while part:
             size = self._sizes[len(self._values)]
             taken = self._value.write(part[: size - self._value.tell()])
@@ -119,7 +108,6 @@ class Reassembler:
                 self._value = BytesIO()
 
     def message(self) -> Any:
-        """Return the complete message. Raises ProtocolError."""
         messages = messages_in(self._head, self._referred)
         if len(messages) == 1 and self._values:
             messages += messages_in(self._values.pop(), self._referred)

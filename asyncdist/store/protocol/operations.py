@@ -14,93 +14,67 @@ from asyncdist.errors import StoreTimeoutError, UsageError
 T = TypeVar("T")
 
 
-class Op(IntEnum):
-    """Operations by their number on the wire."""
+KEY, KEYS, VALUE, VALUES, NUMBER, FLAG = "key", "keys", "value", "values", "number", "flag"
 
-    SET = 1
-    GET = 2
-    ADD = 3
-    WAIT = 4
-    CHECK = 5
-    COMPARE_SET = 6
-    DELETE_KEY = 7
+
+class Op(IntEnum):
+    """Operations by their number on the wire, each with the kinds of its arguments."""
+
+    kinds: tuple[str, ...]
+
+    def __new__(cls, number: int, *kinds: str) -> Op:
+        op = int.__new__(cls, number)
+        op._value_, op.kinds = number, kinds
+        return op
+
+    SET = 1, KEY, VALUE
+    GET = 2, KEY
+    ADD = 3, KEY, NUMBER
+    WAIT = 4, KEYS
+    CHECK = 5, KEYS
+    COMPARE_SET = 6, KEY, VALUE, VALUE
+    DELETE_KEY = 7, KEY
     NUM_KEYS = 8
-    APPEND = 9
-    MULTI_GET = 10
-    MULTI_SET = 11
-    LIST_KEYS = 12
-    QUEUE_PUSH = 13
-    QUEUE_POP = 14
-    QUEUE_LEN = 15
-    BARRIER = 16
-    PUBLISH = 17
-    SUBSCRIBE = 18
-    CANCEL = 19
+    APPEND = 9, KEY, VALUE
+    MULTI_GET = 10, KEYS
+    MULTI_SET = 11, KEYS, VALUES
+    LIST_KEYS = 12, KEY
+    QUEUE_PUSH = 13, KEY, VALUE
+    QUEUE_POP = 14, KEY, FLAG
+    QUEUE_LEN = 15, KEY
+    BARRIER = 16, KEY, NUMBER
+    PUBLISH = 17, KEY, VALUE
+    SUBSCRIBE = 18, KEY
+    CANCEL = 19, NUMBER
     """Withdraw an earlier request; its unconfirmed queue item goes back. Has no reply."""
-    CONFIRM = 20
+    CONFIRM = 20, NUMBER
     """Acknowledge the item of an earlier QUEUE_POP. Has no reply."""
     LEAVE = 21
     """Withdraw all earlier requests. Has no reply. In a file store's log: a process has closed the file."""
-    OPEN_SCOPED_STORE = 22
+    OPEN_SCOPED_STORE = 22, KEY
     """Open a port that serves an empty store until the lease on a prefix ends. Servers only."""
-    ACQUIRE_LEASE = 23
+    ACQUIRE_LEASE = 23, KEY
     """Acquire the lease on a prefix. Its keys are deleted when the last client that keeps the lease has ended."""
-    RESUME = 24
+    RESUME = 24, VALUE, NUMBER
     """Identify the client on a new connection, and state its lease in milliseconds. Servers only.
 
     In a file store's log: a process on the host of that name has opened the file.
     """
-    RECEIVED = 25
+    RECEIVED = 25, NUMBER
     """Acknowledge the replies to all changes with a smaller number. Has no reply. Servers only."""
-    SET_EPHEMERAL = 26
+    SET_EPHEMERAL = 26, KEY, VALUE
     """Store a value under a key that is attached to the client's lease."""
     STATUS = 27
     """Return the server's status, figures and texts by name. Servers only."""
-    WATCH = 28
+    WATCH = 28, KEY
     """Return a key's value, and from then on publish every change."""
-    WATCH_KEYS = 30
+    WATCH_KEYS = 30, KEY
     """Return all keys that begin with a prefix, each followed by its value, and from then on publish every change."""
-    RESTORE_EPHEMERAL = 31
+    RESTORE_EPHEMERAL = 31, KEY, VALUE
     """Store an ephemeral key again that expired while the client was disconnected; return whether the key was free."""
-    RELEASE_LEASE = 32
+    RELEASE_LEASE = 32, KEY
     """Release the lease on a prefix."""
 
-
-KEY, KEYS, VALUE, VALUES, NUMBER, FLAG = "key", "keys", "value", "values", "number", "flag"
-
-ARGUMENTS: dict[Op, tuple[str, ...]] = {
-    Op.SET: (KEY, VALUE),
-    Op.GET: (KEY,),
-    Op.ADD: (KEY, NUMBER),
-    Op.WAIT: (KEYS,),
-    Op.CHECK: (KEYS,),
-    Op.COMPARE_SET: (KEY, VALUE, VALUE),
-    Op.DELETE_KEY: (KEY,),
-    Op.NUM_KEYS: (),
-    Op.APPEND: (KEY, VALUE),
-    Op.MULTI_GET: (KEYS,),
-    Op.MULTI_SET: (KEYS, VALUES),
-    Op.LIST_KEYS: (KEY,),
-    Op.QUEUE_PUSH: (KEY, VALUE),
-    Op.QUEUE_POP: (KEY, FLAG),
-    Op.QUEUE_LEN: (KEY,),
-    Op.BARRIER: (KEY, NUMBER),
-    Op.PUBLISH: (KEY, VALUE),
-    Op.SUBSCRIBE: (KEY,),
-    Op.CANCEL: (NUMBER,),
-    Op.CONFIRM: (NUMBER,),
-    Op.LEAVE: (),
-    Op.OPEN_SCOPED_STORE: (KEY,),
-    Op.RESUME: (VALUE, NUMBER),
-    Op.RECEIVED: (NUMBER,),
-    Op.SET_EPHEMERAL: (KEY, VALUE),
-    Op.RESTORE_EPHEMERAL: (KEY, VALUE),
-    Op.ACQUIRE_LEASE: (KEY,),
-    Op.RELEASE_LEASE: (KEY,),
-    Op.WATCH: (KEY,),
-    Op.WATCH_KEYS: (KEY,),
-    Op.STATUS: (),
-}
 
 STREAMS = frozenset((Op.SUBSCRIBE, Op.WATCH, Op.WATCH_KEYS))
 """Operations with one result, and then any number of published messages."""
@@ -189,24 +163,25 @@ class Command(NamedTuple, Generic[T]):
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys that an error names."""
-        if not self.args or ARGUMENTS[self.op][0] not in (KEY, KEYS):
+        if not self.args or self.op.kinds[0] not in (KEY, KEYS):
             return ()
         first = self.args[0]
         return (first,) if isinstance(first, str) else tuple(first)
 
-    def overdue(self, limit: float) -> StoreTimeoutError:
-        """Return the error of a request without a reply within ``limit`` seconds."""
+    def overdue(self, limit: float, store: str) -> StoreTimeoutError:
+        """Return the error of a request to ``store``, a noun phrase, without a reply within ``limit`` seconds."""
         if self.op in BLOCKING and self.op not in STREAMS:
-            return StoreTimeoutError(self.name, self.keys, limit)
-        advice = "check whether the store runs, and what keeps it busy"
-        if self.op in CHANGING:
-            advice = "the change may have been made; read the value before you repeat it"
-        return StoreTimeoutError(self.name, self.keys, limit, f"the store did not answer; {advice}")
+            why = f"the keys were not set, or {store} had not sent the whole answer"
+        elif self.op in CHANGING:
+            why = f"{store} did not answer; the change may have been made; read the value before you repeat it"
+        else:
+            why = f"{store} did not answer; check whether the store runs, and what keeps it busy"
+        return StoreTimeoutError(self.name, self.keys, limit, why)
 
     def under(self, prefix: str) -> Command[T]:
         """Return the same command on keys under ``prefix``."""
-        kinds = ARGUMENTS[self.op]
-        return Command(self.op, tuple(_under(prefix, kind, arg) for kind, arg in zip(kinds, self.args, strict=True)))
+        pairs = zip(self.op.kinds, self.args, strict=True)
+        return Command(self.op, tuple(_under(prefix, kind, arg) for kind, arg in pairs))
 
 
 def _under(prefix: str, kind: str, argument: Any) -> Any:

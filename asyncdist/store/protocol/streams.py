@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class StreamBuffer(Generic[T]):
-    """Received items of a stream that the program has not read, oldest first."""
+    """Received items of a stream that the program has not read, oldest first; this class is that of a subscription."""
 
     def __init__(self) -> None:
         self.items: deque[T] = deque()
@@ -26,15 +26,8 @@ class StreamBuffer(Generic[T]):
     def begin(self, value: Any) -> None:
         """Take the first answer. A watch gets one over each new connection."""
 
-    def publish(self, message: bytes) -> None:
+    def publish(self, message: Any) -> None:
         """Take a later answer."""
-        raise NotImplementedError
-
-
-class SubscriptionBuffer(StreamBuffer[bytes]):
-    """The unread messages of a channel."""
-
-    def publish(self, message: bytes) -> None:
         self.items.append(message)
 
 
@@ -95,7 +88,7 @@ def stream_buffer(command: Command[Any], hidden: str = "") -> StreamBuffer[Any]:
     """Return the buffer for a stream's command; a watch of a prefix removes ``hidden`` from the front of each key."""
     match command.op:
         case Op.SUBSCRIBE:
-            return SubscriptionBuffer()
+            return StreamBuffer[bytes]()
         case Op.WATCH:
             return WatchBuffer()
         case _:

@@ -1,9 +1,8 @@
 """Admission of new connections, and the phase before a connection's protocol and authentication are known.
 
 Clients of this package begin with the handshake of `net.security.auth`, and prove that they hold the token. Torch's clients
-begin with a zero byte and a magic number. Torch's format has no authentication, so `c10d_policy` defines from which
-addresses the server accepts torch's clients. A `PendingConnection` then passes its transport to a session. Called by
-`asyncdist.store.server.server`, which this module does not import.
+begin with a zero byte and a magic number. Torch's format has no authentication, so `C10d` defines from which
+addresses the server accepts torch's clients. A `PendingConnection` then passes its transport to a session.
 """
 
 from __future__ import annotations
@@ -12,61 +11,65 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable
-from typing import Protocol, cast
+from enum import StrEnum
+from typing import Any, Protocol, cast
 
+from asyncdist.config import Config
 from asyncdist.errors import ProtocolError
+from asyncdist.net.acceptor import Acceptor
 from asyncdist.net.admission import EvictingQueue
 from asyncdist.net.host_watch import SERVER_LOOKS, look_interval, tune
+from asyncdist.net.loop_socket import ready
 from asyncdist.net.network import is_loopback, peer_name
-from asyncdist.net.refusals import RefusalLog
 from asyncdist.net.security.auth import WANTS_TLS, HandshakeDriver
-from asyncdist.store.c10d_policy import C10d
+from asyncdist.net.security.tls import handshake_error
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.codec import hello
 from asyncdist.store.protocol.operations import Reply
-from asyncdist.store.server.c10d_session import C10dContext, C10dSession
-from asyncdist.store.server.connection import ServerConnection
-from asyncdist.store.server.session import Session, SessionContext
+from asyncdist.store.server.c10d_session import C10dSession
+from asyncdist.store.server.connection import ServerConnection, ServerContext
+from asyncdist.store.server.session import Session
 
 logger = logging.getLogger("asyncdist.store.server.server")
 
+_TLS_HANDSHAKE = b"\x16"
 _C10D_OPENING = bytes([c10d_wire.Code.VALIDATE]) + c10d_wire.U32.pack(c10d_wire.MAGIC)
 
 
-class Admission:
-    """The connections of one server.
+class C10d(StrEnum):
+    """The addresses from which a store accepts torch's clients, each of which can read and write every key.
 
-    Args:
-        max_connections: How many connections may be open at a time.
-        dismiss: Releases what a connection has open; called before an evicted connection is aborted.
-        refusals: Counts and logs the connections that are refused.
-        limit: Seconds of silence after which a client's host counts as vanished.
-
-    Attributes:
-        unauthenticated: The connections that have not authenticated yet.
+    A store with a token or TLS refuses them by default, and so does a store of a rank: ranks use asyncdist's own format.
     """
 
-    def __init__(
-        self,
-        max_connections: int,
-        dismiss: Callable[[ServerConnection], None],
-        refusals: RefusalLog,
-        limit: float,
-    ) -> None:
-        self.max_connections, self.refusals = max_connections, refusals
-        self._look_interval = look_interval(limit, SERVER_LOOKS)
+    OFF = "off"
+    LOOPBACK = "loopback"
+    ANY = "any"
+
+    @classmethod
+    def of(cls, config: Config, token: str | None) -> C10d:
+        """Return the policy of ``ASYNCDIST_STORE_C10D``, or for ``auto`` the default. Raises ValueError."""
+        if config.store_c10d != "auto":
+            return cls(config.store_c10d)
+        return cls.OFF if token or config.tls_cert else cls.LOOPBACK
+
+
+class Admission:
+    """The connections of one server."""
+
+    def __init__(self, server: ServerContext) -> None:
+        self._server = server
+        self.max_connections, self.refusals = server.config.store_max_connections, server.refusals
+        self._look_interval = look_interval(server.config.heartbeat, SERVER_LOOKS)
         self._looking: asyncio.TimerHandle | None = None
         self.connections: set[ServerConnection] = set()
         self.empty = asyncio.Event()
         self.empty.set()
         self.num_admitted = 0
-        self._dismiss = dismiss
-        self.unauthenticated: EvictingQueue[ServerConnection] = EvictingQueue(max_connections, self._evict)
+        self.unauthenticated: EvictingQueue[ServerConnection] = EvictingQueue(self.max_connections, self._evict)
         self._closed = False
 
     def close(self) -> None:
-        """Admit no further connection."""
         self._closed = True
         self.refusals.flush()
         if self._looking is not None:
@@ -94,7 +97,6 @@ class Admission:
         return True
 
     def _look(self) -> None:
-        """Abort the connections whose hosts have vanished."""
         for connection in list(self.connections):
             connection.end_if_vanished()
         self._looking = None
@@ -102,19 +104,17 @@ class Admission:
             self._looking = asyncio.get_running_loop().call_later(self._look_interval, self._look)
 
     def replace(self, before: ServerConnection, now: ServerConnection) -> None:
-        """Replace a pending connection by the session that serves the same socket."""
         self.connections.add(now)
         self.remove(before)
 
     def remove(self, connection: ServerConnection) -> None:
-        """Remove a connection that has ended."""
         self.connections.discard(connection)
         self.unauthenticated.discard(connection)
         if not self.connections:
             self.empty.set()
 
     def _evict(self, connection: ServerConnection) -> None:
-        self._dismiss(connection)
+        self._server.dismiss(connection)
         connection.abort()
 
     @property
@@ -123,13 +123,12 @@ class Admission:
         return len(self.connections) - len(self.unauthenticated) >= self.max_connections
 
     def refuse_overflow(self) -> None:
-        """Count a connection that found the server full, and tell the log."""
         most = self.max_connections
         self.refusals.add(f"it has {most} connections; ASYNCDIST_STORE_MAX_CONNECTIONS raises the limit")
 
 
-class PendingContext(SessionContext, C10dContext, Protocol):
-    """What a pending connection needs of its server: also what the session needs that it becomes."""
+class PendingContext(ServerContext, Protocol):
+    """What a connection needs of its server before it has a session."""
 
     admission: Admission
     c10d: C10d
@@ -233,3 +232,50 @@ class PendingConnection(ServerConnection):
 
     def _too_late(self, timeout: float) -> None:
         self.refuse(f"no proof of the token within {timeout:g} s")
+
+
+class SniffingListener:
+    """A listening socket that peeks at the first byte of a connection to choose TLS or plain TCP; closes like a server.
+
+    `PendingConnection` refuses a plain connection unless its client is torch's TCPStore, which has no TLS.
+    """
+
+    def __init__(self, server: PendingContext, sock: socket.socket, context: ssl.SSLContext) -> None:
+        self._server, self._context = server, context
+        self._loop = asyncio.get_running_loop()
+        self._ending: list[asyncio.Task[None]] = []
+        self._acceptor = Acceptor(
+            sock, self._begin, what="the store", most=server.config.store_max_connections,
+            timeout=server.config.handshake_timeout, loop=self._loop, refusals=server.refusals,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._ending += self._acceptor.stop()
+
+    async def wait_closed(self) -> None:
+        """Return when no handshake is running."""
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    async def _begin(self, sock: socket.socket) -> None:
+        """Give the connection to the server, inside TLS if it begins so."""
+        first = b""
+        try:
+            if self._server.admission.is_full:
+                self._server.admission.refuse_overflow()
+            else:
+                await ready(sock)
+                first = sock.recv(1, socket.MSG_PEEK)
+        finally:
+            if not first:
+                sock.close()
+        if not first:
+            return
+        tls: dict[str, Any] = {"ssl": self._context, "ssl_handshake_timeout": self._server.config.handshake_timeout}
+        if first != _TLS_HANDSHAKE:
+            tls = {}
+        try:
+            await self._loop.connect_accepted_socket(lambda: PendingConnection(self._server), sock, **tls)
+        except ssl.SSLError as error:
+            raise handshake_error(error) from error
+        except OSError as error:
+            raise ConnectionResetError(f"it hung up during the TLS handshake ({error})") from error

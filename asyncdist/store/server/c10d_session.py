@@ -2,8 +2,7 @@
 
 Requests of torch's format have no ids, so the session numbers those that block. Their replies are sent when they are due,
 possibly after those of later requests, as torch's server does. A failed request without a reply in the format (a value
-that is too long, ``add`` to a value that is not an integer) ends the connection, and the log says why. This module does not
-import the server.
+that is too long, ``add`` to a value that is not an integer) ends the connection, and the log says why.
 """
 
 from __future__ import annotations
@@ -11,34 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
-from asyncdist.config import Config
 from asyncdist.errors import ProtocolError
 from asyncdist.net.host_watch import tune_strict
 from asyncdist.store.protocol import c10d
 from asyncdist.store.protocol.c10d import I64, U32, U64, Answer, Code, Decoder, Request, vector
 from asyncdist.store.protocol.operations import Reply
-from asyncdist.store.server.connection import BATCH_NBYTES, ConnectionContext, ServerConnection
-from asyncdist.store.server.fast_path import EpollFastPath
+from asyncdist.store.server.connection import BATCH_NBYTES, Handler, ServerConnection, ServerContext
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import NO_REPLY, Place, RequestRefused
-
-Handler = Callable[..., bytes | None]
-"""Executes a request, given its arguments; returns its reply, or None if it has none or blocks."""
-
-
-class C10dContext(ConnectionContext, Protocol):
-    """What a session of torch's protocol needs of its server."""
-
-    config: Config
-    state: StoreState
-    fast_path: EpollFastPath
-    c10d_handlers: dict[int, Handler]
-    num_requests: int
-
-    def deliver(self, replies: list[Reply], asking: ServerConnection | None) -> None:
-        """Put replies into the connections that they are for."""
 
 
 class C10dSession(ServerConnection):
@@ -46,9 +27,7 @@ class C10dSession(ServerConnection):
 
     __slots__ = ("_decoder", "_last_request", "_state", "_todo")
 
-    _server: C10dContext
-
-    def __init__(self, server: C10dContext, transport: asyncio.Transport, peer: str) -> None:
+    def __init__(self, server: ServerContext, transport: asyncio.Transport, peer: str) -> None:
         super().__init__(server, server.fast_path.take(transport, self.hear), peer)
         tune_strict(transport.get_extra_info("socket"))
         self._state = server.state
@@ -68,7 +47,6 @@ class C10dSession(ServerConnection):
             self._work()
 
     def _work(self) -> None:
-        """Execute what has been read, as long as the client takes the replies."""
         server, requests, todo = self._server, self._state.requests, self._todo
         handlers = server.c10d_handlers
         done = 0
@@ -159,7 +137,6 @@ _OF_SESSION: Final[dict[int, Handler]] = {
 
 
 def handlers_of(state: StoreState) -> dict[int, Handler]:
-    """Return the handlers of the requests that need no session, by code."""
     keys, queues = state.keys, state.queues
     no_value = vector(b"")
 

@@ -3,7 +3,7 @@
 The event loop calls a connection, which awaits nothing and makes no task. The connection stops reading requests while
 its client does not read replies. The server disconnects a subscriber that does not read published messages; replies to
 the subscriber's own requests never cause that. `session`, `c10d_session` and `accept` derive from it.
-`persistence.group_commit` holds its replies and releases them. This module does not import the server.
+`persistence.group_commit` holds its replies and releases them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from asyncdist.base import lifecycle
+from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.net.connection.part_sender import descriptor_of
 from asyncdist.net.refusals import RefusalLog
 from asyncdist.store.persistence.group_commit import GroupCommit
 from asyncdist.store.protocol.operations import Reply
+from asyncdist.store.server.fast_path import EpollFastPath
+from asyncdist.store.state.machine import StoreState
+from asyncdist.store.state.model import MemoryQuota
+from asyncdist.store.state.sessions import SessionTable
 
 # The modules of the server share one logger.
 logger = logging.getLogger("asyncdist.store.server.server")
@@ -32,9 +38,17 @@ Above it, long replies pause execution. Published messages above it plus the lon
 """
 
 
-class ConnectionContext(Protocol):
-    """What a connection needs of its server."""
+Handler = Callable[..., bytes | None]
+"""Executes a request of torch's format; returns its reply, or None if it has none or blocks."""
 
+
+class ServerContext(Protocol):
+    """What the connections need of their server. `StoreServer` documents the methods."""
+
+    config: Config
+    state: StoreState
+    sessions: SessionTable
+    quota: MemoryQuota
     durability: GroupCommit | None
     """Writes the log on disk; None if the store has none."""
     halted: bool
@@ -43,24 +57,30 @@ class ConnectionContext(Protocol):
     """The longest message in bytes."""
     refusals: RefusalLog
     """Counts and logs the connections that are refused or dropped."""
+    fast_path: EpollFastPath
+    c10d_handlers: dict[int, Handler]
+    num_requests: int
+    lineage: str
+    stays: bool
 
-    def heard(self, client: object) -> None:
-        """Tell the busy poll that a client has sent something."""
+    def heard(self, client: object) -> None: ...
 
-    def dismiss(self, connection: ServerConnection) -> None:
-        """Release everything that an ended connection has open."""
+    def dismiss(self, connection: ServerConnection) -> None: ...
+
+    def deliver(self, replies: list[Reply], asking: ServerConnection | None) -> None: ...
+
+    def pack(self, message: tuple[Any, ...], /) -> bytes: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+    def open_scoped_store(self, connection: ServerConnection, identity: bytes, request: int, prefix: str) -> None: ...
 
 
 class ServerConnection(asyncio.Protocol, ABC):
     """The connection of one client. It is hashed by identity, and the state machine identifies the client by it.
 
-    Args:
-        server: The part of the server that the connection uses.
-        transport: Its transport; None until the event loop has connected it.
-        peer: The client's address, for the log.
-
-    Attributes:
-        paused: Whether no further request is executed, for one of the reasons in `_must_pause`.
+    ``transport`` is None until the event loop has connected it. While ``paused``, no further request is executed, for one
+    of the reasons in `_must_pause`.
     """
 
     __slots__ = (
@@ -77,7 +97,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         "peer",
     )
 
-    def __init__(self, server: ConnectionContext, transport: asyncio.Transport | None = None, peer: str = "?") -> None:
+    def __init__(self, server: ServerContext, transport: asyncio.Transport | None = None, peer: str = "?") -> None:
         self.peer = peer
         self._server = server
         self._transport = transport
@@ -91,19 +111,13 @@ class ServerConnection(asyncio.Protocol, ABC):
         lifecycle.close_in_children(self)
 
     def fileno(self) -> int:
-        """Return the descriptor of its socket, or -1 if that is closed."""
         return -1 if self._transport is None else descriptor_of(self._transport)
 
     # -- implemented by each format ---------------------------------------------------------------
 
     @abstractmethod
     def receive(self, data: bytes) -> None:
-        """Execute the requests in the bytes that arrived.
-
-        Raises:
-            ProtocolError: The client breaks the protocol.
-            AuthenticationError: The client cannot prove that it holds the token.
-        """
+        """Execute the requests in the bytes that arrived. Raises ProtocolError and AuthenticationError."""
 
     @abstractmethod
     def answer(self, reply: Reply) -> None:
@@ -172,13 +186,11 @@ class ServerConnection(asyncio.Protocol, ABC):
     # -- replies ----------------------------------------------------------------------------------
 
     def put(self, piece: bytes) -> None:
-        """Queue bytes for the next flush."""
         if self._transport is not None:
             self._out.append(piece)
             self._out_nbytes += len(piece)
 
     def flush(self) -> None:
-        """Send the queued bytes."""
         if not self._out or self._transport is None:
             return
         out, self._out, self._out_nbytes = self._out, [], 0
@@ -229,7 +241,6 @@ class ServerConnection(asyncio.Protocol, ABC):
 
     @property
     def waiting_nbytes(self) -> int:
-        """How many bytes wait to be sent."""
         return self._held_nbytes + (0 if self._transport is None else self._transport.get_write_buffer_size())
 
     @property
@@ -274,7 +285,6 @@ class ServerConnection(asyncio.Protocol, ABC):
         self._close_if_sent()
 
     def pause_reading(self) -> None:
-        """Stop reading from the socket."""
         if self._transport is not None:
             self._transport.pause_reading()
 
@@ -286,6 +296,5 @@ class ServerConnection(asyncio.Protocol, ABC):
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Close the connection at once and drop its queued replies."""
         if self._transport is not None:
             self._transport.abort()

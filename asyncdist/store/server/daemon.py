@@ -5,27 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from asyncdist.config import Config
 from asyncdist.environment import Service
+from asyncdist.errors import AddressError
 from asyncdist.store.persistence.group_commit import Fsync
-from asyncdist.store.server import listener, systemd
+from asyncdist.store.server import listener
 from asyncdist.store.server.metrics import Metrics, check_available
 from asyncdist.store.server.server import StoreServer
 
 logger = logging.getLogger(__name__)
 
+_FIRST_LISTEN_FD = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of a daemon, all of them optional."""
-
     unix: Path | None = None
     """A socket file on which the daemon also listens. Only users who may write it can connect."""
     data: Path | None = None
@@ -63,9 +65,8 @@ async def serve(
         check_available()
     loop = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as stack:
-        stop = _Stop(loop, ends_process=options.own_process)
-        stack.callback(stop.close)
-        sockets = systemd.inherited(options.service)
+        signals = stack.enter_context(_signals(loop, ends_process=options.own_process))
+        sockets = _sockets_of_systemd(options.service)
         if sockets:
             host = None
         if options.unix is not None:
@@ -87,11 +88,13 @@ async def serve(
             metrics = await Metrics.start(server, metrics_host, options.metrics_port)
             stack.push_async_callback(metrics.close)
         ready(server.host, server.port)
-        systemd.notify(options.service, "READY=1")
-        await stop.first_signal(server)
+        _notify_systemd(options.service, "READY=1")
+        # The journal fails when the server's data cannot be written any more.
+        failure = [asyncio.shield(server.durability.failure)] if server.durability is not None else []
+        await _first_of(signals.get(), *failure)
         logger.info("store at %s:%d stops", server.host, server.port)
-        systemd.notify(options.service, "STOPPING=1")
-        await stop.until_second_signal(server.drain(options.drain_timeout))
+        _notify_systemd(options.service, "STOPPING=1")
+        await _first_of(signals.get(), server.drain(options.drain_timeout))
 
 
 def _unix_and_tcp(stack: contextlib.AsyncExitStack, unix: Path, host: str | None, port: int) -> list[socket.socket]:
@@ -103,39 +106,60 @@ def _unix_and_tcp(stack: contextlib.AsyncExitStack, unix: Path, host: str | None
     return sockets
 
 
+# -- systemd's protocols -----------------------------------------------------------------------------
+
+
+def _sockets_of_systemd(service: Service) -> list[socket.socket]:
+    """Return the listening sockets that systemd opened for this process. Raises AddressError for other descriptors."""
+    if service.listen_pid != os.getpid():
+        return []
+    sockets = []
+    for fd in range(_FIRST_LISTEN_FD, _FIRST_LISTEN_FD + service.listen_fds):
+        try:
+            sock = socket.socket(fileno=fd)
+            listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        except OSError as error:
+            raise AddressError(
+                f"descriptor {fd} of LISTEN_FDS is not a socket ({error.strerror}): check the .socket unit"
+            ) from None
+        if not listening or sock.type != socket.SOCK_STREAM:
+            raise AddressError(
+                f"descriptor {fd} of LISTEN_FDS does not listen: the .socket unit needs ListenStream= and no Accept="
+            )
+        os.set_inheritable(fd, False)
+        sock.setblocking(False)
+        sockets.append(sock)
+    return sockets
+
+
+def _notify_systemd(service: Service, state: str) -> None:
+    """Send systemd a state such as ``READY=1`` if NOTIFY_SOCKET is set. Errors are ignored."""
+    address = service.notify_socket
+    if not address:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+
+
+# -- the end -------------------------------------------------------------------------------------------
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class _Stop:
-    """SIGTERM and SIGINT: the first drains the server, the second ends it at once."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, ends_process: bool) -> None:
-        self._loop = loop
-        self._ends_process = ends_process
-        self._signals: asyncio.Queue[int] = asyncio.Queue()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._signals.put_nowait, number)
-
-    async def first_signal(self, server: StoreServer) -> None:
-        """Return on the first signal.
-
-        Raises:
-            JournalError: The server's data cannot be written any more.
-        """
-        failure = [asyncio.shield(server.durability.failure)] if server.durability is not None else []
-        await _first_of(self._signals.get(), *failure)
-
-    async def until_second_signal(self, draining: Coroutine[Any, Any, None]) -> None:
-        """Wait for ``draining``, or until the second signal."""
-        await _first_of(self._signals.get(), draining)
-
-    def close(self) -> None:
-        """Remove the signal handlers; ignore the signals if the process ends with the daemon."""
+@contextlib.contextmanager
+def _signals(loop: asyncio.AbstractEventLoop, *, ends_process: bool) -> Iterator[asyncio.Queue[int]]:
+    """Queue SIGTERM and SIGINT; ignore them afterwards if the process ends with the daemon."""
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    try:
+        yield signals
+    finally:
         # The loop restores handlers that end the process.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         for number in _SIGNALS:
-            self._loop.remove_signal_handler(number)
-            if self._ends_process:
+            loop.remove_signal_handler(number)
+            if ends_process:
                 signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -69,14 +69,12 @@ class EpollFastPath:
         return self._epoll is not None
 
     def close(self) -> None:
-        """Close the epoll instance, after all connections have ended."""
         if self._epoll is not None:
             self._loop.remove_reader(self._epoll.fileno())
             self._epoll.close()
             self._epoll = None
 
     def watch(self, fd: int, connection: FastPathConnection) -> None:
-        """Start to read from a socket."""
         if self._connections.get(fd) is not connection:
             self._connections[fd] = connection
             self._epoll.register(fd, select.EPOLLIN)
@@ -90,7 +88,6 @@ class EpollFastPath:
                 self._epoll.unregister(fd)
 
     def answer_at_once(self, fd: int, allowed: bool) -> None:
-        """Set whether the next bytes of a socket may be answered at once."""
         if not allowed:
             self._between_requests.discard(fd)
         elif fd in self._connections:

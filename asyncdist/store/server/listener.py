@@ -1,7 +1,4 @@
-"""Listening sockets of a store: resolves names, binds sockets, and requires a token beyond loopback.
-
-Called by `server`, `daemon`, `embedded` and `metrics`. It knows no protocol.
-"""
+"""Listening sockets of a store: resolves names, binds sockets, and requires a token beyond loopback."""
 
 from __future__ import annotations
 

@@ -1,18 +1,19 @@
 """HTTP port of a store: ``/metrics`` for Prometheus, ``/healthz`` for a process supervisor.
 
-It serves one GET or HEAD per connection. The figures are those of `status`. A store whose journal has failed answers
+It serves one GET or HEAD per connection. A store whose journal has failed answers
 ``/healthz`` with 503. Called by `daemon`; it needs prometheus-client.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from asyncdist.errors import UsageError
 from asyncdist.store.server import listener
-from asyncdist.store.server.status import MEANINGS, StatusSource, figures
+from asyncdist.store.server.server import StoreServer
 
 TIMEOUT = 10.0
 """Seconds that a client has to send its request and to read the response."""
@@ -21,42 +22,58 @@ _REQUEST_NBYTES = 8 << 10
 _CONNECTIONS = 32
 
 
+MEANINGS = {
+    "uptime_seconds": "seconds since the server was started",
+    "connections": "connections that are open",
+    "connections_limit": "limit of open connections",
+    "connections_total": "connections that were accepted since the start",
+    "refusals_total": "connections that were refused or dropped: no token, garbage, too many, too slow",
+    "requests_total": "requests that have been executed since the start",
+    "clients": "clients with a session, connected or not",
+    "keys": "keys with a value",
+    "queue_items": "items in queues",
+    "waiting": "requests that wait for a key, an item, a barrier or messages",
+    "stored_bytes": "bytes of keys, values, items and kept replies",
+    "stored_bytes_limit": "limit of stored bytes (--max-memory)",
+    "log_bytes": "bytes of log and snapshot that a restart would read (--data)",
+    "commits_total": "times that changes were written since the start (--data)",
+    "snapshots_total": "snapshots that were written since the start (--data)",
+}
+"""The meaning of each figure by its name. Figures whose names end in ``_total`` only grow."""
+
+
 class Metrics:
     """The port. Create it with `start`, and `close` it."""
 
-    def __init__(self, store: StatusSource, registry: Any, render: Any) -> None:
-        self.port = 0
+    _server: asyncio.Server
+
+    def __init__(self, store: StoreServer, port: int, render: Callable[[], bytes]) -> None:
+        self.port = port
         self._store = store
-        self._registry = registry
         self._render = render
-        self._server: asyncio.Server | None = None
         self._requests: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def start(cls, store: StatusSource, host: str, port: int) -> Metrics:
+    async def start(cls, store: StoreServer, host: str, port: int) -> Metrics:
         """Listen at ``host`` and ``port``. Raises UsageError without prometheus-client, AddressError for the port."""
         check_available()
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)
-        metrics = cls(store, registry, generate_latest)
         registry.register(_Collector(store))
         sockets = listener.listening_sockets(host, port, listener.resolve_listen_address(host, port))
-        metrics.port = sockets[0].getsockname()[1]
+        metrics = cls(store, sockets[0].getsockname()[1], partial(generate_latest, registry))
         metrics._server = await asyncio.start_server(metrics._handle, sock=sockets[0], limit=_REQUEST_NBYTES)
         for each in sockets[1:]:  # one address is enough
             each.close()
         return metrics
 
     async def close(self) -> None:
-        """Stop listening, and drop the connections."""
-        if self._server is not None:
-            self._server.close()
+        self._server.close()
         for request in list(self._requests):
             request.cancel()
         await asyncio.gather(*self._requests, return_exceptions=True)
-        if self._server is not None:
-            await self._server.wait_closed()
+        await self._server.wait_closed()
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -84,7 +101,7 @@ class Metrics:
 
     def _get(self, path: bytes) -> bytes:
         if path == b"/metrics":
-            return _response("200 OK", self._render(self._registry), "text/plain; version=0.0.4; charset=utf-8")
+            return _response("200 OK", self._render(), "text/plain; version=0.0.4; charset=utf-8")
         if path == b"/healthz":
             durability = self._store.durability
             if durability is not None and durability.failure.done():
@@ -111,13 +128,13 @@ def _response(status: str, body: bytes, kind: str = "text/plain; charset=utf-8")
 class _Collector:
     """Prometheus collector: reads the figures at each scrape."""
 
-    def __init__(self, store: StatusSource) -> None:
+    def __init__(self, store: StoreServer) -> None:
         self._store = store
 
     def collect(self) -> Iterable[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        for name, value in figures(self._store).items():
+        for name, value in self._store.figures().items():
             full, meaning = f"asyncdist_store_{name}", MEANINGS[name]
             if name.endswith("_total"):
                 yield CounterMetricFamily(full.removesuffix("_total"), meaning, value=value)

@@ -13,37 +13,37 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncdist.base import lifecycle
 from asyncdist.base.daemon_threads import run_in_daemon_thread
+from asyncdist.base.release import VERSION
 from asyncdist.config import Config
+from asyncdist.errors import AddressError
 from asyncdist.net.busy_poll import AdaptiveBusyPoll
 from asyncdist.net.listening import BACKLOG
 from asyncdist.net.network import is_address
 from asyncdist.net.refusals import RefusalLog
 from asyncdist.net.security.tls import server_context
-from asyncdist.store.c10d_policy import policy
 from asyncdist.store.persistence.group_commit import Fsync, GroupCommit
 from asyncdist.store.protocol.c10d import RequestCache
-from asyncdist.store.protocol.codec import Encoder, message_limit
-from asyncdist.store.protocol.operations import Reply
-from asyncdist.store.server import listener, status
-from asyncdist.store.server.accept import Admission, PendingConnection
+from asyncdist.store.protocol.codec import message_limit, packer
+from asyncdist.store.protocol.operations import OperationKind, Reason, Reply
+from asyncdist.store.server import listener
+from asyncdist.store.server.accept import Admission, C10d, PendingConnection, SniffingListener
 from asyncdist.store.server.c10d_session import cached_answers, handlers_of
 from asyncdist.store.server.connection import ServerConnection
 from asyncdist.store.server.fast_path import EpollFastPath
-from asyncdist.store.server.scoped_ports import ScopedStores
 from asyncdist.store.server.session import Session
-from asyncdist.store.server.tls_sniffing import SniffingListener
 from asyncdist.store.state.change_log import ChangeLog
-from asyncdist.store.state.limits import MemoryQuota, SizeLimits
 from asyncdist.store.state.machine import StoreState
+from asyncdist.store.state.model import MemoryQuota, RequestRefused, SizeLimits
 from asyncdist.store.state.sessions import SessionTable
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class StoreServer(lifecycle.ProcessBound):
         self.port = 0
         self.config = config
         self.token = token
-        self.c10d = policy(config, token)
+        self.c10d = C10d.of(config, token)
         """From where clients of torch's TCPStore are accepted."""
         self.quota = MemoryQuota(config.store_max_nbytes)
         self.change_log = ChangeLog()
@@ -76,13 +76,14 @@ class StoreServer(lifecycle.ProcessBound):
         self.busy_poll = AdaptiveBusyPoll.where_it_pays(self._loop, config) if polls else None
         self._servers: list[asyncio.Server | SniffingListener] = []
         self.refusals = RefusalLog(logger, "the store")
-        self.admission = Admission(config.store_max_connections, self.dismiss, self.refusals, config.heartbeat)
+        self.admission = Admission(self)
         self.halted = False
         """Whether reading is paused, and no further request is executed."""
         self.started = time.monotonic()
         self.num_requests = 0
-        self.pack = Encoder().pack
-        self.scoped_ports = ScopedStores(self._start_scoped, self.state.at_lease_end, self._deliver_late)
+        self.pack = packer()
+        self._scoped_stores: set[StoreServer] = set()
+        self._scoped_tasks: set[asyncio.Task[None]] = set()
         self.c10d_handlers = handlers_of(self.state)
         cache = RequestCache(cached_answers(self.state, self.c10d_handlers))
         self.fast_path = EpollFastPath(self._loop, cache, self.answered)
@@ -106,18 +107,22 @@ class StoreServer(lifecycle.ProcessBound):
         fsync: Fsync = Fsync.ALWAYS,
         stays: bool = False,
         polls: bool = False,
+        of_rank: bool = False,
     ) -> StoreServer:
         """Listen at ``host`` ("" is every interface) and ``port`` (0 is any free one) on the running loop.
 
         ``sockets`` are bound sockets to listen on instead; the server closes them in the end. With ``data``, a folder,
         the store restores its contents from there, and acknowledges a change once it is written there according to
         ``fsync``. ``stays`` tells clients that another server may follow at this address. With ``polls`` the server has
-        a process of its own, and polls without sleeping where that pays.
+        a process of its own, and polls without sleeping where that pays. ``of_rank`` refuses torch's clients by default.
 
         Raises AddressError if the port is in use or the host does not resolve, UsageError beyond loopback without a
         token, JournalError if the data cannot be used.
         """
-        server = cls(config or Config(), token, stays=stays, polls=polls)
+        config = config or Config()
+        if of_rank and config.store_c10d == "auto":
+            config = config.with_(store_c10d=C10d.OFF)
+        server = cls(config, token, stays=stays, polls=polls)
         bound = list(sockets)
         try:
             if bound:
@@ -154,19 +159,18 @@ class StoreServer(lifecycle.ProcessBound):
         sock.setblocking(False)
         if self.tls is not None and _is_tcp(sock):
             sock.listen(BACKLOG)
-            timeout = self.config.handshake_timeout
-            self._servers.append(SniffingListener(self.admission, sock, self.tls, self._new_connection, timeout))
+            self._servers.append(SniffingListener(self, sock, self.tls))
             return
         listen = self._loop.create_server if _is_tcp(sock) else self._loop.create_unix_server
-        self._servers.append(await listen(self._new_connection, sock=sock, backlog=BACKLOG))
-
-    def _new_connection(self) -> PendingConnection:
-        return PendingConnection(self)
+        self._servers.append(await listen(lambda: PendingConnection(self), sock=sock, backlog=BACKLOG))
 
     async def close(self) -> None:
         """Stop listening, drop all connections, and return when they have ended. May be called again."""
         self.admission.close()
-        await self.scoped_ports.close()
+        while self._scoped_tasks:
+            await asyncio.wait(self._scoped_tasks)
+        for store in list(self._scoped_stores):
+            await self._close_scoped(store)
         for server in self._servers:
             server.close()
         self.drop_all()
@@ -199,9 +203,6 @@ class StoreServer(lifecycle.ProcessBound):
                     connection.finish()
                 await self.admission.empty.wait()
 
-    async def _start_scoped(self) -> StoreServer:
-        return await type(self).start(self.host, 0, token=self.token, config=self.config)
-
     async def __aenter__(self) -> StoreServer:
         return self
 
@@ -209,21 +210,41 @@ class StoreServer(lifecycle.ProcessBound):
         await self.close()
 
     def pause_reading(self) -> None:
-        """Pause reading from all connections."""
         self.halted = True
         for connection in self.admission.connections:
             connection.pause_reading()
 
     def resume_reading(self) -> None:
-        """Resume reading from all connections."""
         self.halted = False
         for connection in list(self.admission.connections):
             connection.resume_reading()
 
     def drop_all(self) -> None:
-        """Abort every connection."""
         for connection in list(self.admission.connections):
             connection.abort()
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures by name; `metrics` has the meaning of each."""
+        values: dict[str, float] = {
+            "uptime_seconds": time.monotonic() - self.started,
+            "connections": len(self.admission.connections),
+            "connections_limit": self.config.store_max_connections,
+            "connections_total": self.admission.num_admitted,
+            "refusals_total": self.refusals.count,
+            "requests_total": self.num_requests,
+            "clients": len(self.sessions),
+            "keys": len(self.state.keys),
+            "queue_items": self.state.queues.num_items,
+            "waiting": self.state.num_open,
+            "stored_bytes": self.quota.nbytes,
+        }
+        if self.config.store_max_nbytes:
+            values["stored_bytes_limit"] = self.config.store_max_nbytes
+        if self.durability is not None:
+            values["log_bytes"] = self.durability.journal.nbytes
+            values["commits_total"] = self.durability.num_commits
+            values["snapshots_total"] = self.durability.num_snapshots
+        return values
 
     @property
     def num_connections(self) -> int:
@@ -232,11 +253,17 @@ class StoreServer(lifecycle.ProcessBound):
     # -- for connections --------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """Return what ``asyncdist store status`` shows."""
-        return status.status(self)
+        """Return what ``asyncdist store status`` shows: the figures, and texts."""
+        durability = self.durability
+        texts = {
+            "version": VERSION,
+            "pid": os.getpid(),
+            "data": str(durability.journal.folder) if durability is not None else "",
+            "fsync": str(durability.policy) if durability is not None else "",
+        }
+        return {**texts, **self.figures()}
 
     def dismiss(self, connection: ServerConnection) -> None:
-        """Release everything that an ended connection has open."""
         if connection not in self.admission.connections:
             return
         self.admission.remove(connection)
@@ -259,27 +286,6 @@ class StoreServer(lifecycle.ProcessBound):
             self.busy_poll.heard(client)
 
     # -- client sessions --------------------------------------------------------------------------
-
-    def resume(self, connection: Session, identity: bytes, lease: int) -> tuple[str, bool, bool]:
-        """Bind a connection to the session of a client, which outlives a broken connection by ``lease`` milliseconds.
-
-        Returns:
-            The server's lineage, whether it remembers the client, and whether another server may follow here.
-        """
-        session, known, before = self.sessions.open(identity, lease / 1e3, connection)
-        if isinstance(before, Session) and before is not connection:
-            before.supersede()
-            self.dismiss(before)
-        connection.bind(session)
-        self.deliver(self.state.bind(connection, identity), connection)
-        return self.lineage, known, self.stays
-
-    def close_session(self, connection: Session) -> None:
-        """End the session of a client that closes."""
-        if connection.client_session is not None:
-            self.sessions.close(connection.client_session)
-            self.deliver(self.state.expire(connection.client_session.identity), connection)
-            connection.client_session = None
 
     def _watch_leases(self) -> None:
         end = self.sessions.next_end()
@@ -308,10 +314,41 @@ class StoreServer(lifecycle.ProcessBound):
             connection.flush()
             connection.drop_slow_reader()
 
-    def _deliver_late(self, reply: Reply) -> None:
-        """Deliver a reply to a connection that may have ended."""
-        if reply.client in self.admission.connections:
+    # -- scoped ports -------------------------------------------------------------------------------
+    # The protocol of torch's TCPStore has no namespaces, so that the keys of two jobs would collide. The launcher of a
+    # job opens a scoped port, which serves an empty store, and gives its workers that port.
+
+    def open_scoped_store(self, connection: ServerConnection, identity: bytes, request: int, prefix: str) -> None:
+        """Open a port until the client's lease on ``prefix`` ends; the reply, the port's number, follows."""
+        self._spawn(self._open_scoped_store(connection, identity, request, prefix))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._scoped_tasks.add(task)
+        task.add_done_callback(self._scoped_tasks.discard)
+
+    async def _open_scoped_store(
+        self, connection: ServerConnection, identity: bytes, request: int, prefix: str
+    ) -> None:
+        try:
+            store = await type(self).start(self.host, 0, token=self.token, config=self.config)
+            self._scoped_stores.add(store)
+            reply = Reply(connection, request, OperationKind.RESULT, store.port)
+            try:
+                self.state.leases.at_end(identity, prefix, lambda: self._spawn(self._close_scoped(store)))
+            except RequestRefused as refused:
+                await self._close_scoped(store)
+                reply = refused.reply(connection, request)
+        except AddressError as error:
+            text = f"the daemon cannot open another port: {error}"
+            reply = RequestRefused(Reason.INVALID, text).reply(connection, request)
+        if connection in self.admission.connections:
             self.deliver([reply], None)
+
+    async def _close_scoped(self, store: StoreServer) -> None:
+        if store in self._scoped_stores:
+            self._scoped_stores.remove(store)
+            await store.close()
 
 
 def _is_tcp(sock: socket.socket) -> bool:

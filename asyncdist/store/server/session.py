@@ -2,17 +2,15 @@
 
 Long messages are sent in parts (`protocol.long_messages`), and short messages between the parts. The bytes of a request
 that arrives count against the memory quota, and are dropped with their connection. A client may reconnect and repeat its
-unanswered requests; each change is applied once (`state.sessions`). This module does not import the server.
-"""
+unanswered requests; each change is applied once (`state.sessions`)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from asyncdist.config import Config
 from asyncdist.errors import ProtocolError
 from asyncdist.net.connection.inbox import Inbox, InboxOwner
 from asyncdist.net.connection.messages import IncomingMessage, OutgoingMessage
@@ -31,37 +29,9 @@ from asyncdist.store.protocol.operations import (
     Reason,
     Reply,
 )
-from asyncdist.store.server.connection import BACKLOG_NBYTES, ConnectionContext, ServerConnection, logger
-from asyncdist.store.server.scoped_ports import ScopedStores
-from asyncdist.store.state.limits import MemoryQuota
-from asyncdist.store.state.machine import StoreState
+from asyncdist.store.server.connection import BACKLOG_NBYTES, ServerConnection, ServerContext, logger
 from asyncdist.store.state.model import RequestRefused
 from asyncdist.store.state.sessions import ClientSession
-
-
-class SessionContext(ConnectionContext, Protocol):
-    """What a session of the store's own protocol needs of its server."""
-
-    config: Config
-    state: StoreState
-    quota: MemoryQuota
-    num_requests: int
-    scoped_ports: ScopedStores
-
-    def pack(self, message: tuple[Any, ...], /) -> bytes:
-        """Encode one message."""
-
-    def deliver(self, replies: list[Reply], asking: ServerConnection | None) -> None:
-        """Put replies into the connections that they are for."""
-
-    def resume(self, connection: Session, identity: bytes, lease: int) -> tuple[str, bool, bool]:
-        """Bind a connection to the client session ``identity``."""
-
-    def close_session(self, connection: Session) -> None:
-        """Close the client session of a connection."""
-
-    def status(self) -> dict[str, Any]:
-        """Return what ``asyncdist store status`` shows."""
 
 
 class _ArrivingRequest(Reassembler):
@@ -84,7 +54,6 @@ class _ArrivingRequest(Reassembler):
             super().write(part)
 
     def release_memory(self) -> None:
-        """Release the memory that was reserved for it."""
         self._session.release_memory(self._reserved_nbytes)
         self._reserved_nbytes = 0
 
@@ -107,9 +76,7 @@ class Session(ServerConnection, InboxOwner):
         "client_session",
     )
 
-    _server: SessionContext
-
-    def __init__(self, server: SessionContext, transport: asyncio.Transport, peer: str) -> None:
+    def __init__(self, server: ServerContext, transport: asyncio.Transport, peer: str) -> None:
         super().__init__(server, transport, peer)
         self._inbox = Inbox(self, most_nbytes=server.limit, most_open=1)
         self._queued: Counter[int] = Counter()  # number of long replies that are neither sent nor cancelled, by request
@@ -159,7 +126,6 @@ class Session(ServerConnection, InboxOwner):
         return answer is not None
 
     def release_memory(self, nbytes: int) -> None:
-        """Release memory that was reserved for bytes of a long request."""
         self._server.quota.arriving_nbytes -= nbytes
 
     def _work(self, in_turns: bool = True) -> None:
@@ -216,10 +182,9 @@ class Session(ServerConnection, InboxOwner):
         return RequestRefused(Reason.UNSURE, text).reply(self, request)
 
     def _serve(self, request: int, op: Op, args: tuple[Any, ...]) -> None:
-        """Execute a request that concerns the session or the server, not the stored state."""
         server = self._server
         if op is Op.RESUME:
-            server.deliver([Reply(self, request, OperationKind.RESULT, server.resume(self, *args))], self)
+            server.deliver([Reply(self, request, OperationKind.RESULT, self.resume(*args))], self)
         elif op is Op.RECEIVED:
             if self.client_session is not None:
                 self.client_session.received(*args)
@@ -227,19 +192,34 @@ class Session(ServerConnection, InboxOwner):
             server.deliver([Reply(self, request, OperationKind.RESULT, server.status())], self)
         elif op is Op.LEAVE:
             server.deliver(server.state.leave(self), self)
-            server.close_session(self)
+            if self.client_session is not None:
+                server.sessions.close(self.client_session)
+                server.deliver(server.state.expire(self.client_session.identity), self)
+                self.client_session = None
         elif op is Op.OPEN_SCOPED_STORE:
             assert self.client_session is not None
-            server.scoped_ports.open(self, self.client_session.identity, request, *args)
+            server.open_scoped_store(self, self.client_session.identity, request, *args)
         else:
             raise AssertionError(op)
 
-    def bind(self, client_session: ClientSession) -> None:
-        """Set the client session of this connection, once, before its first change."""
+    def resume(self, identity: bytes, lease: int) -> tuple[str, bool, bool]:
+        """Serve a client, once, before its first change. Its session outlives a broken connection by ``lease`` ms.
+
+        Returns:
+            The server's lineage, whether it remembers the client, and whether another server may follow here.
+        """
+        server = self._server
+        session, known, before = server.sessions.open(identity, lease / 1e3, self)
+        if isinstance(before, Session) and before is not self:  # its client repeats the unanswered requests here
+            before._todo.clear()
+            before.abort()
+            server.dismiss(before)
         if self.client_session is not None:
             raise ProtocolError("a client that resumes its session twice on one connection")
-        self.client_session = client_session
-        self._last_before = client_session.last
+        self.client_session = session
+        self._last_before = session.last
+        server.deliver(server.state.bind(self, identity), self)
+        return server.lineage, known, server.stays
 
     def end_if_vanished(self) -> None:
         # A look takes some microseconds: idle clients and those that talk need none.
@@ -250,11 +230,6 @@ class Session(ServerConnection, InboxOwner):
             self.abort()
         else:
             self._has_sent = self._host_watch.is_waiting
-
-    def supersede(self) -> None:
-        """Drop this connection: its client has reconnected, and repeats its unanswered requests."""
-        self._todo.clear()
-        self.abort()
 
     # -- replies ----------------------------------------------------------------------------------
 
@@ -275,7 +250,6 @@ class Session(ServerConnection, InboxOwner):
         return LongMessage(self._server.pack, fields, self._queued.__contains__)
 
     def _encoded(self, reply: Reply) -> bytes | LongMessage:
-        """Return the message of a reply."""
         pack, limit = self._server.pack, self._server.limit
         fields = reply.request, reply.kind, reply.value
         nbytes = weight((reply.value,))

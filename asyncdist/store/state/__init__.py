@@ -1,4 +1,1 @@
-"""The store's replicated state machine without I/O: keys, queues, barriers, watches, sessions, ownership.
-
-Used by the server and `HashStore`.
-"""
+"""The store's replicated state machine without I/O: keys, queues, barriers, watches, sessions, ownership."""

@@ -84,7 +84,6 @@ class _Body:
         return self._nbytes + len(self._packer.getbuffer())
 
     def take(self) -> list[bytes]:
-        """Return the pieces and start the next body."""
         pieces, self._pieces, self._nbytes = [*self._pieces, self._packer.bytes()], [], 0
         self._packer.reset()
         return pieces
@@ -105,11 +104,9 @@ class ChangeLog:
 
     @property
     def pending_nbytes(self) -> int:
-        """How many bytes `take` would return."""
         return self._body.nbytes
 
     def take(self) -> list[bytes]:
-        """Return the changes since the last time, for one frame, in pieces."""
         self.pending = False
         return self._body.take()
 
@@ -166,13 +163,6 @@ def _replay_other(change: list[Any], contents: Contents) -> bool:
         case [Change.END, int(serial)]:
             contents.pushed = serial
             return True
-        case _:
-            _replay_of_client(change, contents)
-    return False
-
-
-def _replay_of_client(change: list[Any], contents: Contents) -> None:
-    match change:
         case [Change.ARRIVED, bytes(identity), float(lease)]:
             contents.members[identity] = (lease, {}, 0)
         case [Change.ANSWERED, bytes(identity), int(request), int(kind), value]:
@@ -195,6 +185,7 @@ def _replay_of_client(change: list[Any], contents: Contents) -> None:
             _release(contents, prefix, identity)
         case _:
             raise ValueError(f"unknown: {change!r:.80}")
+    return False
 
 
 def _release(contents: Contents, prefix: str, identity: bytes) -> None:

@@ -1,7 +1,4 @@
-"""The keys of a store in alphabetical order, so that the keys under a prefix are found without a visit to the others.
-
-Part of `key_space`. No I/O.
-"""
+"""The keys of a store in alphabetical order, so that the keys under a prefix are found without a visit to the others."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ class KeyIndex:
         self._last_age = len(ages)
 
     def add(self, key: str) -> None:
-        """Add a key, which is not in the set."""
         number = bisect_right(self._firsts, key) - 1
         block, ages = self._blocks[number], self._ages[number]
         place = bisect_left(block, key)
@@ -43,7 +39,6 @@ class KeyIndex:
             del block[_BLOCK:], ages[_BLOCK:]
 
     def remove(self, key: str) -> None:
-        """Remove a key of the set."""
         number = bisect_right(self._firsts, key) - 1
         block = self._blocks[number]
         place = bisect_left(block, key)
@@ -52,11 +47,9 @@ class KeyIndex:
             del self._blocks[number], self._ages[number], self._firsts[number]
 
     def under(self, prefix: str) -> list[str]:
-        """Return the keys that begin with ``prefix``, in order."""
         return [key for block, _, start, end in self._ranges(prefix) for key in block[start:end]]
 
     def oldest_first(self, prefix: str) -> list[str]:
-        """Return the keys that begin with ``prefix``, oldest first."""
         # Not a list of pairs: the garbage collector would visit each of them.
         age_of: dict[str, int] = {}
         for block, ages, start, end in self._ranges(prefix):
@@ -64,7 +57,6 @@ class KeyIndex:
         return sorted(age_of, key=age_of.__getitem__)
 
     def count(self, prefix: str) -> int:
-        """Return how many keys begin with ``prefix``."""
         return sum(end - start for _, _, start, end in self._ranges(prefix))
 
     def _ranges(self, prefix: str) -> Iterator[tuple[list[str], list[int], int, int]]:

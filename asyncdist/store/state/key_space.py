@@ -1,7 +1,4 @@
-"""Keys and their values. The memory quota counts and the change log records every change; waiters and watches see it.
-
-Part of `machine`. No I/O.
-"""
+"""Keys with their values, and barriers. The quota counts and the log records each change; waiters and watches see it."""
 
 from __future__ import annotations
 
@@ -11,10 +8,19 @@ from asyncdist.store.protocol.operations import Op, Reason
 from asyncdist.store.state.change_log import Change, ChangeLog
 from asyncdist.store.state.key_index import KeyIndex
 from asyncdist.store.state.leases import Leases
-from asyncdist.store.state.limits import MemoryQuota, SizeLimits
-from asyncdist.store.state.model import ENTRY_NBYTES, Place, RequestRefused, extend, growth, named
-from asyncdist.store.state.waiters import Waiters
-from asyncdist.store.state.watches import Watches
+from asyncdist.store.state.model import (
+    ENTRY_NBYTES,
+    NO_REPLY,
+    MemoryQuota,
+    Place,
+    RequestRefused,
+    SizeLimits,
+    extend,
+    growth,
+    named,
+)
+from asyncdist.store.state.open_streams import OpenStreams
+from asyncdist.store.state.requests import OpenRequests, Waiters
 
 
 class KeySpace:
@@ -26,14 +32,14 @@ class KeySpace:
         quota: MemoryQuota,
         log: ChangeLog,
         waiters: Waiters,
-        watches: Watches,
+        streams: OpenStreams,
         leases: Leases,
     ) -> None:
         self._limits = limits
         self._quota = quota
         self._log = log
         self._waiters = waiters
-        self._watches = watches
+        self._streams = streams
         self._leases = leases
         self._values: dict[str, bytes] = {}
         self._index = KeyIndex()
@@ -45,15 +51,12 @@ class KeySpace:
         return len(self._values)
 
     def peek(self, key: str) -> bytes | None:
-        """Return a value without waiting for one."""
         return self._values.get(key)
 
     def under(self, prefix: str) -> dict[str, bytes]:
-        """Return the values of all keys that begin with ``prefix``."""
         return {key: self._values[key] for key in self._index.under(prefix)}
 
     def list_keys(self, prefix: str) -> list[str]:
-        """Return all keys that begin with ``prefix``, oldest first."""
         if 4 * self._index.count(prefix) > len(self._values):  # to sort that many would take longer
             return [key for key in self._values if key.startswith(prefix)]
         return self._index.oldest_first(prefix)
@@ -61,12 +64,10 @@ class KeySpace:
     # -- waiting ----------------------------------------------------------------------------------
 
     def get(self, place: Place, key: str) -> Any:
-        """Return a value, or block until there is one."""
         value = self._values.get(key)
         return self._waiters.add(place, Op.GET, [key], {key}) if value is None else value
 
     def multi_get(self, place: Place, keys: list[str]) -> Any:
-        """Return the values of all keys, or block until each has one."""
         missing = {key for key in keys if key not in self._values}
         if missing:
             return self._waiters.add(place, Op.MULTI_GET, keys, missing)
@@ -99,8 +100,8 @@ class KeySpace:
         if key not in self._values:
             self._index.add(key)
         self._values[key] = value
-        if key in self._watches.of_keys or self._watches.of_prefixes:
-            self._watches.changed(key, value)
+        if key in self._streams.of_keys or self._streams.of_prefixes:
+            self._streams.changed(key, value)
         if key in self._waiters.awaited:
             self._waiters.value_set(key, self._values)
 
@@ -128,7 +129,7 @@ class KeySpace:
             self._log.record(Change.SET, key, self._values[key])
         self._log.record(Change.APPEND, key, value)
         extend(self._values, key, value)
-        self._watches.changed(key, self._values[key])
+        self._streams.changed(key, self._values[key])
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, and return the sum. Raises RequestRefused if the value is no 64-bit integer."""
@@ -141,7 +142,6 @@ class KeySpace:
         return total
 
     def integer(self, key: str) -> int:
-        """Return a value as a number, 0 if the key is missing."""
         value = self._values.get(key, b"0")
         try:
             return int(value.replace(b"_", b"?"))  # int() accepts underscores between digits
@@ -150,7 +150,6 @@ class KeySpace:
             raise RequestRefused(Reason.INVALID, text) from None
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set a value if the key holds ``expected``; return the value that it holds then."""
         current = self._values.get(key)
         if current is None and expected:
             return expected  # as torch's server: nothing is stored
@@ -160,7 +159,6 @@ class KeySpace:
         return current
 
     def delete(self, key: str) -> bool:
-        """Delete a value; return whether there was one."""
         value = self._values.pop(key, None)
         if value is None:
             return False
@@ -169,13 +167,12 @@ class KeySpace:
         self._log.record(Change.DELETE, key)
         if key in self._leases.of_key:
             self._leases.detach(key)
-        self._watches.changed(key, None)
+        self._streams.changed(key, None)
         return True
 
     # -- ends of a server -------------------------------------------------------------------------
 
     def contents(self) -> dict[str, bytes]:
-        """Return a copy of all values."""
         return dict(self._values)
 
     def restore(self, values: dict[str, bytes]) -> None:
@@ -183,3 +180,50 @@ class KeySpace:
         self._values.update(values)
         self._index = KeyIndex(self._values)
         self._quota.nbytes += sum(growth(key, value, None) for key, value in values.items())
+
+
+class Barriers:
+    """The barriers that have not opened: too few requests wait in them *at one time*.
+
+    An open barrier stays open, and its key holds the count, until the key is deleted.
+    """
+
+    def __init__(self, limits: SizeLimits, requests: OpenRequests, keys: KeySpace) -> None:
+        self._limits = limits
+        self._requests = requests
+        self._keys = keys
+        self._closed: dict[str, tuple[int, dict[Place, None]]] = {}
+
+    def join(self, place: Place, key: str, world_size: int) -> Any:
+        """Block until ``world_size`` requests wait in this barrier."""
+        if key in self._keys:
+            if self._keys.integer(key) >= world_size:
+                return None
+            raise RequestRefused(
+                Reason.INVALID, f"{named(key)} holds a value that is not that of a barrier of {world_size}"
+            )
+        if world_size <= 0:
+            raise RequestRefused(Reason.INVALID, f"a barrier of {world_size}")
+        self._limits.check(key, 0)
+        expected, waiting = self._closed.get(key, (world_size, {}))
+        if expected != world_size:
+            raise RequestRefused(
+                Reason.INVALID,
+                f"barrier {named(key)} is one of {expected}, not of {world_size}: all clients must pass the same number",
+            )
+        self._requests.open(place, self._withdraw, key)
+        waiting[place] = None
+        self._closed[key] = world_size, waiting
+        if len(waiting) == world_size:
+            del self._closed[key]
+            for each in waiting:
+                self._requests.resolve(each, None)
+            # A full store does not refuse the short count, because all participants have been released.
+            self._keys.set_within_limits(key, b"%d" % world_size)
+        return NO_REPLY
+
+    def _withdraw(self, place: Place, key: str) -> None:
+        waiting = self._closed[key][1]
+        del waiting[place]
+        if not waiting:
+            del self._closed[key]

@@ -57,7 +57,6 @@ class Leases:
         self.of_key[key] = lease
 
     def detach(self, key: str) -> None:
-        """Detach a key from its lease; its value is kept."""
         lease = self.of_key.pop(key)
         del lease.keys[key]
 
@@ -120,7 +119,6 @@ class Leases:
                 self.admit(lease.prefix)
 
     def disconnected(self, client: Client) -> None:
-        """Note that the client's connection is broken; it may reconnect until it has expired."""
         if client in self._kept_by:
             self._disconnected[client] = None
 
@@ -164,7 +162,6 @@ class Leases:
         return lambda: {key: client for client, own in keys.items() for key in own}
 
     def shared(self) -> dict[str, set[bytes]]:
-        """Return the identities of the clients that keep the lease on each prefix."""
         return {
             prefix: {client for client in lease.keepers if isinstance(client, bytes)}
             for prefix, lease in self._of_prefix.items()

@@ -3,7 +3,7 @@
 Called by `asyncdist.store.server` and by the file store, which replays its log. It imports only `store.protocol` and the
 standard library: no asyncio, no sockets, no clock. A request is an operation of a *client* (any hashable; a server passes
 the connection) under a *request id* that the client chooses. Each concept is a class of its own, in the module of its
-name: `KeySpace`, `Waiters`, `Queues`, `Barriers`, `Channels`, `Watches`, `Leases`. The invariants of them all:
+name: `KeySpace`, `Waiters`, `Queues`, `Barriers`, `OpenStreams`, `Leases`. The invariants of them all:
 
 * A blocked request is an entry of `OpenRequests` and of one concept. `cancel` and `leave` remove it from both, so that
   no wake-up is lost on a client that has left.
@@ -21,28 +21,19 @@ from functools import partial
 from typing import Any
 
 from asyncdist.store.protocol.operations import Client, Op, OperationKind, Reply
-from asyncdist.store.state.barriers import Barriers
 from asyncdist.store.state.change_log import ChangeLog
-from asyncdist.store.state.channels import Channels
-from asyncdist.store.state.key_space import KeySpace
+from asyncdist.store.state.key_space import Barriers, KeySpace
 from asyncdist.store.state.leases import Lease, Leases
-from asyncdist.store.state.limits import MemoryQuota, SizeLimits
-from asyncdist.store.state.model import NO_REPLY, Contents, Place, RequestRefused
+from asyncdist.store.state.model import NO_REPLY, Contents, MemoryQuota, Place, RequestRefused, SizeLimits
+from asyncdist.store.state.open_streams import OpenStreams
 from asyncdist.store.state.queues import Queues
-from asyncdist.store.state.requests import OpenRequests
-from asyncdist.store.state.waiters import Waiters
-from asyncdist.store.state.watches import Watches
+from asyncdist.store.state.requests import OpenRequests, Waiters
 
 
 class StoreState:
     """The state machine.
 
     A caller that calls a concept directly, bypassing `execute`, sends the replies of ``requests.collect()``.
-
-    Args:
-        limits: The longest value and key.
-        quota: Counts the bytes of values and queue items.
-        log: Records the changes.
     """
 
     def __init__(
@@ -50,13 +41,12 @@ class StoreState:
     ) -> None:
         limits, quota, log = limits or SizeLimits(), quota or MemoryQuota(), log or ChangeLog()
         self.requests = OpenRequests()
-        self._leases = Leases(log, self.requests)
-        waiters, self._watches = Waiters(self.requests), Watches(limits, self.requests)
-        self.keys = KeySpace(limits, quota, log, waiters, self._watches, self._leases)
+        self.leases = Leases(log, self.requests)
+        waiters, self._streams = Waiters(self.requests), OpenStreams(limits, self.requests)
+        self.keys = KeySpace(limits, quota, log, waiters, self._streams, self.leases)
         self.queues = Queues(limits, quota, log, self.requests, waiters)
         self.barriers = Barriers(limits, self.requests, self.keys)
         self._waiters = waiters
-        self._channels = Channels(limits, self.requests)
         self._identities: dict[Client, bytes] = {}
         self._immediate: dict[Op, Callable[..., Any]] = {
             Op.SET: self.keys.set,
@@ -70,7 +60,7 @@ class StoreState:
             Op.LIST_KEYS: self.keys.list_keys,
             Op.QUEUE_PUSH: self.queues.push,
             Op.QUEUE_LEN: self.queues.length,
-            Op.PUBLISH: self._channels.publish,
+            Op.PUBLISH: self._streams.publish,
         }
         self._of_place: dict[Op, Callable[..., Any]] = {
             Op.GET: self.keys.get,
@@ -78,7 +68,7 @@ class StoreState:
             Op.WAIT: self.wait,
             Op.QUEUE_POP: self.queues.pop,
             Op.BARRIER: self.barriers.join,
-            Op.SUBSCRIBE: self._channels.subscribe,
+            Op.SUBSCRIBE: self._streams.subscribe,
             Op.WATCH: self._watch,
             Op.WATCH_KEYS: self._watch_keys,
             Op.SET_EPHEMERAL: self._set_ephemeral,
@@ -104,13 +94,11 @@ class StoreState:
 
     @property
     def num_open(self) -> int:
-        """How many requests are open, over all clients."""
         return self.requests.num_open
 
     # -- keys and queues ---------------------------------------------------------------------------
 
     def check(self, keys: list[str]) -> bool:
-        """Whether each key has a value or a queue."""
         peek, queues = self.keys.peek, self.queues
         for key in keys:
             if peek(key) is None and key not in queues:
@@ -118,16 +106,15 @@ class StoreState:
         return True
 
     def wait(self, place: Place, keys: list[str]) -> Any:
-        """Block until each key has had a value or a queue."""
         missing = {key for key in keys if key not in self.keys and key not in self.queues}
         return self._waiters.add(place, Op.WAIT, keys, missing) if missing else None
 
     def _watch(self, place: Place, key: str) -> bytes | None:
-        self._watches.watch(place, key)
+        self._streams.watch(place, key)
         return self.keys.peek(key)
 
     def _watch_keys(self, place: Place, prefix: str) -> list[str | bytes]:
-        return self._watches.watch_prefix(place, prefix, self.keys.under(prefix))
+        return self._streams.watch_prefix(place, prefix, self.keys.under(prefix))
 
     # -- leases -----------------------------------------------------------------------------------
 
@@ -137,7 +124,7 @@ class StoreState:
         Return the replies that are due to other clients.
         """
         self._identities[client] = identity
-        self._leases.connected(identity)
+        self.leases.connected(identity)
         return self.requests.collect()
 
     def expire(self, client: Client) -> list[Reply]:
@@ -145,12 +132,8 @@ class StoreState:
         self._expire(client)
         return self.requests.collect()
 
-    def at_lease_end(self, client: Client, prefix: str, callback: Callable[[], None]) -> None:
-        """Call ``callback`` at the end of the lease on ``prefix``. Raises RequestRefused if the client does not keep it."""
-        self._leases.at_end(client, prefix, callback)
-
     def _expire(self, client: Client) -> None:
-        for lease in self._leases.expired(client):
+        for lease in self.leases.expired(client):
             self._end(lease)
 
     def _end(self, lease: Lease) -> None:
@@ -160,13 +143,13 @@ class StoreState:
             for key in self.keys.under(lease.prefix):
                 self.keys.delete(key)
             self.queues.clear(lease.prefix)
-            self._leases.admit(lease.prefix)
+            self.leases.admit(lease.prefix)
         for callback in lease.at_end:
             callback()
 
     def _set_ephemeral(self, place: Place, key: str, value: bytes) -> None:
         self.keys.set(key, value)
-        self._leases.attach(key, self._keeper(place))
+        self.leases.attach(key, self._keeper(place))
 
     def _restore_ephemeral(self, place: Place, key: str, value: bytes) -> bool:
         if key in self.keys:
@@ -175,10 +158,10 @@ class StoreState:
         return True
 
     def _acquire_lease(self, place: Place, prefix: str) -> object:
-        return self._leases.acquire(place, self._keeper(place), prefix)
+        return self.leases.acquire(place, self._keeper(place), prefix)
 
     def _release_lease(self, place: Place, prefix: str) -> None:
-        lease = self._leases.release(self._keeper(place), prefix)
+        lease = self.leases.release(self._keeper(place), prefix)
         if lease is not None:
             self._end(lease)
 
@@ -215,14 +198,10 @@ class StoreState:
         if identity is None:
             self._expire(client)
         else:
-            self._leases.disconnected(identity)
+            self.leases.disconnected(identity)
         return NO_REPLY
 
     # -- ends of a server -------------------------------------------------------------------------
-
-    def contents(self) -> Contents:
-        """Return a copy of the contents that a later server restores, without client sessions."""
-        return self.gather()()
 
     def gather(self) -> Callable[[], Contents]:
         """Return a function that makes, in any thread, a copy of the present contents, without client sessions.
@@ -230,11 +209,10 @@ class StoreState:
         This call copies references only. The rest takes a second for millions of items.
         """
         values, queues, serial = self.keys.contents(), self.queues.gather(), self.queues.last_serial
-        attached, shared = self._leases.attached(), self._leases.shared()
+        attached, shared = self.leases.attached(), self.leases.shared()
         return lambda: Contents(values, queues(), serial, attached=attached(), shared=shared)
 
     def restore(self, contents: Contents) -> None:
-        """Take over the contents of an earlier server, before the first request."""
         self.keys.restore(contents.values)
         self.queues.restore(contents.queues, contents.pushed)
-        self._leases.restore(contents.attached, contents.shared)
+        self.leases.restore(contents.attached, contents.shared)

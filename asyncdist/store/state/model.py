@@ -1,7 +1,4 @@
-"""Data model of the store's state: refusals, costs in memory, and the contents that outlive a server.
-
-Used by all of `store.state` and by `store.persistence`. It imports only `store.protocol.operations`.
-"""
+"""Data model of the store's state: refusals, limits, costs in memory, and the contents that outlive a server."""
 
 from __future__ import annotations
 
@@ -36,9 +33,72 @@ class RequestRefused(Exception):
         self.text = text
 
     def reply(self, client: Client, request: int) -> Reply:
-        """Return the reply to the refused request."""
         return Reply(client, request, OperationKind.REFUSED, (int(self.reason), self.text))
 
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+class SizeLimits:
+    """The longest value and key in bytes that the store accepts."""
+
+    def __init__(self, max_value_nbytes: int = 1 << 62, max_key_nbytes: int = 1 << 62) -> None:
+        self.max_value_nbytes = max_value_nbytes
+        self._max_key_nbytes = max_key_nbytes
+        self.short_key_length = max_key_nbytes // 4
+        """A key of at most this number of characters is not too long: a character has at most 4 bytes."""
+
+    def check(self, key: str, nbytes: int) -> None:
+        """Raise RequestRefused if the key, or a value of ``nbytes`` under it, is too long."""
+        if nbytes > self.max_value_nbytes:
+            raise RequestRefused(
+                Reason.TOO_LARGE,
+                f"a value of {nbytes} bytes for {named(key)}, and the store takes {self.max_value_nbytes}: raise "
+                "ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store runs, or send bulk data through a collective",
+            )
+        if len(key) > self.short_key_length and (key_nbytes := len(key.encode())) > self._max_key_nbytes:
+            raise RequestRefused(
+                Reason.TOO_LARGE,
+                f"a key of {key_nbytes} bytes, {named(key)}, and the store takes {self._max_key_nbytes}: choose a "
+                "shorter one, or raise ASYNCDIST_STORE_MAX_KEY_NBYTES where the store runs",
+            )
+
+
+class MemoryQuota:
+    """Counts the bytes that a store holds, and refuses more than ``max_nbytes`` (0: no limit).
+
+    ``nbytes`` counts keys, values, queue items and kept replies. ``arriving_nbytes`` counts the parts of long values
+    that have arrived but are not stored yet.
+    """
+
+    def __init__(self, max_nbytes: int = 0) -> None:
+        self.nbytes = 0
+        self.arriving_nbytes = 0
+        self.max_nbytes = max_nbytes
+
+    def check(self, nbytes: int) -> None:
+        """Raise RequestRefused if the store cannot hold ``nbytes`` more."""
+        held = self.nbytes + self.arriving_nbytes
+        if self.max_nbytes and nbytes > 0 and held + nbytes > self.max_nbytes:
+            raise RequestRefused(
+                Reason.FULL,
+                f"the store holds {held} bytes and takes {self.max_nbytes}, too few for {nbytes} more: delete unused "
+                "keys, or raise --max-memory (ASYNCDIST_STORE_MAX_NBYTES) where the store runs",
+            )
+
+    def take(self, nbytes: int) -> None:
+        """Count ``nbytes`` more, or fewer if negative. Raises RequestRefused if they do not fit."""
+        if self.max_nbytes:
+            self.check(nbytes)
+        self.nbytes += nbytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Count a part of a long value that has arrived. Raises RequestRefused if it does not fit."""
+        self.check(nbytes)
+        self.arriving_nbytes += nbytes
+
+
+# -- requests --------------------------------------------------------------------------------------
 
 NO_REPLY: Final = object()
 """The result of a request that gets its reply later, or never."""
@@ -100,23 +160,14 @@ dropped before it had arrived."""
 
 @dataclass(slots=True)
 class Contents:
-    """The contents of a store, as a later server of the same store restores them.
-
-    Attributes:
-        values: Value by key.
-        queues: Items by key and serial number.
-        pushed: The last serial number given.
-        members: Client sessions by identity.
-        attached: The identity of the client session by ephemeral key.
-        shared: The identities of the client sessions that keep the lease on a prefix.
-    """
+    """The contents of a store, as a later server of the same store restores them."""
 
     values: dict[str, bytes] = field(default_factory=dict)
-    queues: dict[str, dict[int, bytes]] = field(default_factory=dict)
-    pushed: int = 0
-    members: dict[bytes, MemberContents] = field(default_factory=dict)
-    attached: dict[str, bytes] = field(default_factory=dict)
-    shared: dict[str, set[bytes]] = field(default_factory=dict)
+    queues: dict[str, dict[int, bytes]] = field(default_factory=dict)  # by key and serial number
+    pushed: int = 0  # the last serial number
+    members: dict[bytes, MemberContents] = field(default_factory=dict)  # client sessions by identity
+    attached: dict[str, bytes] = field(default_factory=dict)  # identities by ephemeral key
+    shared: dict[str, set[bytes]] = field(default_factory=dict)  # identities that keep the lease on a prefix
 
     @property
     def longest_nbytes(self) -> tuple[int, int]:

@@ -16,10 +16,18 @@ from typing import Any
 from asyncdist.store.protocol.operations import Client, Reason
 from asyncdist.store.state.change_log import Change, ChangeLog
 from asyncdist.store.state.key_index import KeyIndex
-from asyncdist.store.state.limits import MemoryQuota, SizeLimits
-from asyncdist.store.state.model import ENTRY_NBYTES, NO_REPLY, Item, Place, RequestRefused, drop_from, named
-from asyncdist.store.state.requests import OpenRequests
-from asyncdist.store.state.waiters import Waiters
+from asyncdist.store.state.model import (
+    ENTRY_NBYTES,
+    NO_REPLY,
+    Item,
+    MemoryQuota,
+    Place,
+    RequestRefused,
+    SizeLimits,
+    drop_from,
+    named,
+)
+from asyncdist.store.state.requests import OpenRequests, Waiters
 
 _MOST_EMPTIED = 64
 """Queues without items whose place in the index is kept."""
@@ -56,11 +64,9 @@ class Queues:
 
     @property
     def num_items(self) -> int:
-        """How many items are in all queues."""
         return sum(map(len, self._queues.values()))
 
     def length(self, key: str) -> int:
-        """Return the number of items in a queue."""
         return len(self._queues.get(key, ()))
 
     # -- pushes and pops --------------------------------------------------------------------------
@@ -85,16 +91,11 @@ class Queues:
             return self._hand_over(place, key)
         if not block:
             raise RequestRefused(Reason.EMPTY, f"queue {named(key)} is empty")
-        self._requests.open(place, self._withdraw_blocked_pop, key)
-        self._pops.setdefault(key, {})[place] = None
+        self._requests.open_in(self._pops, place, key)
         return NO_REPLY
 
     def take(self, client: Client, key: str) -> tuple[int, bytes]:
-        """Remove the first item without confirmation.
-
-        Returns:
-            The number of items before, and the item; 0 and b"" if the queue is empty.
-        """
+        """Remove the first item without confirmation; return the number of items before and the item, or 0 and b""."""
         self._clear_wakeup(client, key)
         length = self.length(key)
         if not length:
@@ -104,22 +105,16 @@ class Queues:
         return length, item
 
     def confirm(self, place: Place) -> None:
-        """Delete the item of a pop, which has arrived at the client."""
         if place in self._unconfirmed:
             self._requests.close(place)
             key, (serial, item) = self._unconfirmed.pop(place)
             self._account_removal(key, serial, item)
 
     def is_unconfirmed(self, place: Place) -> bool:
-        """Whether a request is a pop whose item is not confirmed."""
         return place in self._unconfirmed
 
     def give_back(self, places: list[Place]) -> None:
-        """Return the items of withdrawn pops to the heads of their queues, then serve other requests with them.
-
-        Args:
-            places: The pops, oldest first.
-        """
+        """Return the items of withdrawn pops, oldest first, to the heads of their queues; then serve others with them."""
         keys = []
         for place in reversed(places):
             key, item = self._unconfirmed.pop(place)
@@ -163,8 +158,7 @@ class Queues:
                 self._woken.setdefault(client, {})[key] = None
 
     def _hand_over(self, place: Place, key: str) -> bytes:
-        """Move the first item to the unconfirmed items of a pop, and return it."""
-        self._requests.open(place, self._withdraw_unconfirmed_pop, key)
+        self._requests.open(place, lambda place, _: self.give_back([place]), key)
         item = self._remove_first(key)
         self._unconfirmed[place] = key, item
         return item[1]
@@ -192,16 +186,9 @@ class Queues:
         self._index.remove(key)
 
     def _account_removal(self, key: str, serial: int, item: bytes) -> None:
-        """Return the bytes of a removed item to the quota, and record the removal."""
         self._quota.nbytes -= len(item) + ENTRY_NBYTES
         if self._log.recording:
             self._log.record(Change.GONE, key, serial)
-
-    def _withdraw_blocked_pop(self, place: Place, key: str) -> None:
-        drop_from(self._pops, key, place)
-
-    def _withdraw_unconfirmed_pop(self, place: Place, key: str) -> None:
-        self.give_back([place])
 
     # -- ends of a server -------------------------------------------------------------------------
 
@@ -225,7 +212,6 @@ class Queues:
         }
 
     def restore(self, queues: dict[str, dict[int, bytes]], last_serial: int) -> None:
-        """Take over the items that an earlier server left."""
         self._queues = {key: deque(items.items()) for key, items in queues.items() if items}
         self._index, self._emptied = KeyIndex(self._queues), {}
         self._quota.nbytes += sum(len(item) + ENTRY_NBYTES for items in queues.values() for item in items.values())

@@ -4,8 +4,7 @@ A client sends its identity at the beginning of each connection. Its session kee
 client confirms them, so that a change that is retried after a broken connection is applied once. Beyond a limit the
 session drops the oldest replies, and keeps the number of the last request whose reply it dropped. When a connection
 breaks, the session's lease starts to run; at its end the session closes and the server deletes its ephemeral keys.
-``now`` is an argument of every method that needs the time. Used by `store.server` and `store.persistence`. No I/O, no
-clock.
+``now`` is an argument of every method that needs the time.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from collections.abc import Callable
 
 from asyncdist.store.protocol.operations import Client, OperationKind, Reply
 from asyncdist.store.state.change_log import Change, ChangeLog
-from asyncdist.store.state.limits import MemoryQuota
-from asyncdist.store.state.model import KEPT_ANSWERS, KEPT_NBYTES, MemberContents, cost_of
+from asyncdist.store.state.model import KEPT_ANSWERS, KEPT_NBYTES, MemberContents, MemoryQuota, cost_of
 
 
 class ClientSession:
@@ -41,11 +39,9 @@ class ClientSession:
         self._log = log
 
     def answer_to(self, request: int) -> Reply | None:
-        """Return the kept reply to a change, None without one."""
         return self._answers.get(request)
 
     def remember(self, reply: Reply) -> None:
-        """Keep the reply to a change."""
         self._answers[reply.request] = Reply(None, *reply[1:])
         self._count(cost_of(reply.value))
         if self._log.recording:
@@ -54,7 +50,6 @@ class ClientSession:
             self._drop(next(iter(self._answers)))
 
     def received(self, before: int) -> None:
-        """Drop the replies to the requests before ``before``, which have arrived."""
         self._discard(before)
         self._log.record(Change.RECEIVED, self.identity, before)
 
@@ -79,11 +74,9 @@ class ClientSession:
         self._quota.nbytes += nbytes
 
     def gather(self) -> tuple[float, dict[int, Reply], int]:
-        """Return a copy of what a later server restores."""
         return self.lease, self._answers.copy(), self.unsure
 
     def restore(self, contents: MemberContents) -> None:
-        """Take over what an earlier server knew."""
         _, answers, self.unsure = contents
         self._answers = {
             request: Reply(None, request, OperationKind(kind), value) for request, (kind, value) in answers.items()
@@ -102,15 +95,9 @@ class SessionTable:
         """A heap of the ends of leases, with the identities. It may hold sessions that have reconnected since."""
 
     def get(self, identity: bytes) -> ClientSession | None:
-        """Return the session of an identity; None if it is unknown."""
         return self._sessions.get(identity)
 
-    def contents(self) -> dict[bytes, MemberContents]:
-        """Return what a later server restores."""
-        return self.gather()()
-
     def gather(self) -> Callable[[], dict[bytes, MemberContents]]:
-        """Return a function that makes, in any thread, what a later server restores of the present sessions."""
         gathered = {identity: session.gather() for identity, session in self._sessions.items()}
         return lambda: {
             identity: (lease, {request: (int(reply.kind), reply.value) for request, reply in answers.items()}, unsure)
@@ -118,7 +105,6 @@ class SessionTable:
         }
 
     def restore(self, contents: dict[bytes, MemberContents], now: float) -> None:
-        """Take over the sessions of an earlier server, disconnected."""
         for identity, known in contents.items():
             session = self._sessions[identity] = ClientSession(identity, known[0], None, self._quota, self._log)
             session.restore(known)
@@ -150,17 +136,14 @@ class SessionTable:
         heapq.heappush(self._disconnected, (session.until, session.identity))
 
     def close(self, session: ClientSession) -> None:
-        """End a session."""
         if self._sessions.pop(session.identity, None) is not None:
             self._quota.nbytes -= session.nbytes
             self._log.record(Change.FORGOTTEN, session.identity)
 
     def next_end(self) -> float:
-        """Return when the next lease may expire."""
         return self._disconnected[0][0] if self._disconnected else math.inf
 
     def expire(self, now: float) -> list[ClientSession]:
-        """End the sessions whose leases have expired, and return them."""
         ended = []
         while self._disconnected and self._disconnected[0][0] <= now:
             until, identity = heapq.heappop(self._disconnected)

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from asyncdist.store import PrefixStore, TCPStore
-from asyncdist.store.client.c10d_probe import accepts_c10d_clients
+from asyncdist.store.client.connect import accepts_c10d_clients
 from asyncdist.store.protocol import operations
 from asyncdist.torch_backend.rendezvous.lease_keep_alive import LeaseKeepAlive, connect_with_long_lease
 from asyncdist.torch_backend.torch_store import Store

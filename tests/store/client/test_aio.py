@@ -97,8 +97,8 @@ async def test_a_timeout_names_the_keys_and_leaves_nothing_at_the_server(store, 
     assert server.state.num_open == 0
 
 
-DONE = "the store did not answer; the change may have been made; read the value before you repeat it"
-WAITED = "the keys were not set, or the store had not sent the whole answer"
+DONE = "the store at WHERE did not answer; the change may have been made; read the value before you repeat it"
+WAITED = "the keys were not set, or the store at WHERE had not sent the whole answer"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ WAITED = "the keys were not set, or the store had not sent the whole answer"
         (operations.queue_push("k", "v"), f"store queue_push('k') timed out after 0.05 s: {DONE}"),
         (
             operations.list_keys(""),
-            "store list_keys('') timed out after 0.05 s: the store did not answer; check whether the store",
+            "store list_keys('') timed out after 0.05 s: the store at WHERE did not answer; check whether the store",
         ),
         (operations.get("k"), f"store get('k') timed out after 0.05 s: {WAITED}"),
         (operations.queue_pop("k", True), f"store queue_pop('k') timed out after 0.05 s: {WAITED}"),
@@ -128,6 +128,7 @@ async def test_timeout_of_a_store_that_does_not_answer(store, server, command, s
         server.pause_reading()
 
     loop = asyncio.get_running_loop()
+    said = said.replace("WHERE", f"127.0.0.1:{server.port}")
     await pause()
     with pytest.raises(StoreTimeoutError, match=f"^{re.escape(said)}"):
         await store.request(command, UNIT)
@@ -139,7 +140,9 @@ async def test_timeout_of_a_stream_of_a_store_that_does_not_answer(store, server
     store.set_timeout(UNIT)
     server.pause_reading()
     for stream in (store.subscribe("k"), store.watch("k"), store.watch_keys("k")):
-        with pytest.raises(StoreTimeoutError, match=r"\('k'\) timed out after 0.05 s: the store did not answer"):
+        with pytest.raises(
+            StoreTimeoutError, match=r"\('k'\) timed out after 0.05 s: the store at 127.*:\d+ did not answer"
+        ):
             await stream
     server.resume_reading()
     store.set_timeout(LONG)
@@ -413,14 +416,6 @@ async def test_cancelled_connect_leaves_no_connection(server, eventually):
             await task
     await eventually(lambda: server.num_connections == 0)
     gc.collect()
-
-
-async def test_a_store_without_a_token_on_loopback():
-    async with (
-        await StoreServer.start("127.0.0.1", 0, config=Config()) as server,
-        await AsyncStore.connect("127.0.0.1", server.port) as store,
-    ):
-        assert await store.add("n", 1) == 1
 
 
 @pytest.mark.each_loop

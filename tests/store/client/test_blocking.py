@@ -8,9 +8,7 @@ import os
 import socket
 import stat
 import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 
@@ -26,80 +24,51 @@ from asyncdist.store.client.blocking import BlockingConnection
 from asyncdist.store.server.server import StoreServer
 from tests.support.faults import Proxy
 from tests.support.frames import frames_of
-from tests.support.ports import free_port
+from tests.support.ports import free_port, refuses
 from tests.support.stores import LONG, TOKEN
 
 UNIT = 0.05
 CONFIG = Config(token=TOKEN)
 
 
-@pytest.fixture
-def master():
-    with TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as store:
-        yield store
+def test_call_uses_only_the_calling_thread(master, other):
+    before = threading.enumerate()
+    other.set("k", "v")
+    other.get("k")
+    assert threading.enumerate() == before
+    # The others are threads of the process, which tests before this one may have started.
+    shared = ("asyncdist-futures", "asyncdist-observer")
+    ours = {thread.name for thread in before if thread.name.startswith("asyncdist")}
+    assert {name for name in ours if not name.startswith(shared)} == {"asyncdist-runtime"}  # the master's
 
 
-@pytest.fixture
-def threads():
-    with ThreadPoolExecutor(40) as pool:
-        yield pool
+def test_get_enters_few_frames(master, other):
+    other.set("k", "v")
+    assert min(frames_of(partial(other.get, "k")) for _ in range(100)) <= 31
 
 
-def client(master: TCPStore, **options: object) -> TCPStore:
-    return TCPStore("127.0.0.1", master.port, **{"timeout": LONG, "config": CONFIG, **options})
+def test_leader_that_has_its_answer_passes_the_lead_on(master, other, threads):
+    for turn in range(20):
+        waiting = [threads.submit(other.get, f"{turn}/{number}") for number in range(8)]
+        for number in range(8) if turn % 2 else reversed(range(8)):
+            master.set(f"{turn}/{number}", str(number))
+        assert [future.result(LONG) for future in waiting] == [str(number).encode() for number in range(8)]
+    assert not other.connection.protocol.open_requests()
 
 
-def test_two_stores_meet(master):
-    with client(master) as other:
-        other.set("k", "v")
-        assert master.get("k") == b"v"
-        assert (other.host, other.port) == ("127.0.0.1", master.port)
-        assert "master" in repr(master)
-        assert "master" not in repr(other)
+def test_leader_or_follower_that_times_out_passes_the_lead_on(master, other, threads):
+    short = [threads.submit(other.get, "never", UNIT * (1 + number % 3) / 2) for number in range(12)]
+    long = [threads.submit(other.get, "k") for _ in range(12)]
+    for future in short:
+        with pytest.raises(StoreTimeoutError):
+            future.result(LONG)
+    master.set("k", "v")
+    assert {future.result(LONG) for future in long} == {b"v"}
+    assert other.check(["k"])
+    assert not other.connection.protocol.open_requests()
 
 
-def test_call_uses_only_the_calling_thread(master):
-    with client(master) as other:
-        before = threading.enumerate()
-        other.set("k", "v")
-        other.get("k")
-        assert threading.enumerate() == before
-        # The others are threads of the process, which tests before this one may have started.
-        shared = ("asyncdist-futures", "asyncdist-observer")
-        ours = {thread.name for thread in before if thread.name.startswith("asyncdist")}
-        assert {name for name in ours if not name.startswith(shared)} == {"asyncdist-runtime"}  # the master's
-
-
-def test_get_enters_few_frames(master):
-    with client(master) as other:
-        other.set("k", "v")
-        assert min(frames_of(partial(other.get, "k")) for _ in range(100)) <= 31
-
-
-def test_leader_that_has_its_answer_passes_the_lead_on(master, threads):
-    with client(master) as other:
-        for turn in range(20):
-            waiting = [threads.submit(other.get, f"{turn}/{number}") for number in range(8)]
-            for number in range(8) if turn % 2 else reversed(range(8)):
-                master.set(f"{turn}/{number}", str(number))
-            assert [future.result(LONG) for future in waiting] == [str(number).encode() for number in range(8)]
-        assert not other.connection.protocol.open_requests()
-
-
-def test_leader_or_follower_that_times_out_passes_the_lead_on(master, threads):
-    with client(master) as other:
-        short = [threads.submit(other.get, "never", UNIT * (1 + number % 3) / 2) for number in range(12)]
-        long = [threads.submit(other.get, "k") for _ in range(12)]
-        for future in short:
-            with pytest.raises(StoreTimeoutError):
-                future.result(LONG)
-        master.set("k", "v")
-        assert {future.result(LONG) for future in long} == {b"v"}
-        assert other.check(["k"])
-        assert not other.connection.protocol.open_requests()
-
-
-def test_large_values_both_ways_at_once(master, threads):
+def test_large_values_both_ways_at_once(master, other, threads):
     """Neither side may wait for the other to read while it writes."""
     value = os.urandom(8 << 20)
 
@@ -108,38 +77,37 @@ def test_large_values_both_ways_at_once(master, threads):
             other.set(f"k{number}", value)
             assert other.get(f"k{number}") == value
 
-    with client(master) as other:
-        for future in [threads.submit(work, number) for number in range(4)]:
-            future.result(LONG * 6)
+    for future in [threads.submit(work, number) for number in range(4)]:
+        future.result(LONG * 6)
 
 
-def test_item_whose_pop_was_refused_is_not_lost(master, monkeypatch):
+def test_item_whose_pop_was_refused_is_not_lost(master, other, monkeypatch):
     server, item = master.server.server, bytes(200_000)
     master.queue_push("q", item)
-    with client(master) as other, monkeypatch.context() as smaller:
+    with monkeypatch.context() as smaller:
         smaller.setattr(server, "limit", 100_000)
         with pytest.raises(StoreError, match="would exceed"):
             other.queue_pop("q")
+    other.close()
     assert master.queue_pop("q") == item
 
 
-def test_an_interrupted_wait_leaves_nothing_behind(master, monkeypatch):
-    with client(master) as other:
-        wait = other.connection.sock.wait
-        calls = []
+def test_an_interrupted_wait_leaves_nothing_behind(master, other, monkeypatch):
+    wait = other.connection.sock.wait
+    calls = []
 
-        def interrupted(deadline: Deadline) -> None:
-            calls.append(deadline)
-            if len(calls) == 1:
-                raise KeyboardInterrupt
-            wait(deadline)
+    def interrupted(deadline: Deadline) -> None:
+        calls.append(deadline)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        wait(deadline)
 
-        monkeypatch.setattr(other.connection.sock, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            other.get("k")
-        master.set("k", "v")
-        assert other.get("k") == b"v"
-        assert not other.connection.protocol.open_requests()
+    monkeypatch.setattr(other.connection.sock, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        other.get("k")
+    master.set("k", "v")
+    assert other.get("k") == b"v"
+    assert not other.connection.protocol.open_requests()
 
 
 @contextlib.contextmanager
@@ -163,60 +131,57 @@ def busy(connection: BlockingConnection) -> Iterator[None]:
         sender.join(LONG)
 
 
-def test_cancellation_is_sent_after_another_thread_has_sent(master, threads, until):
+def test_cancellation_is_sent_after_another_thread_has_sent(master, other, threads, until):
     state = master.server.server.state
-    with client(master) as other:
-        popping = threads.submit(other.queue_pop, "q", timeout=10 * UNIT)
-        until(lambda: state.num_open == 1)
-        with busy(other.connection), pytest.raises(StoreTimeoutError):
-            popping.result(LONG)
-        until(lambda: state.num_open == 0)
+    popping = threads.submit(other.queue_pop, "q", timeout=10 * UNIT)
+    until(lambda: state.num_open == 1)
+    with busy(other.connection), pytest.raises(StoreTimeoutError):
+        popping.result(LONG)
+    until(lambda: state.num_open == 0)
+    master.queue_push("q", b"item")
+    assert master.queue_pop("q", block=False) == b"item"
+
+
+def test_acknowledgement_is_sent_after_another_thread_has_sent(master, other, threads, until):
+    state = master.server.server.state
+    popping = threads.submit(other.queue_pop, "q")
+    until(lambda: state.num_open == 1)
+    with busy(other.connection):
         master.queue_push("q", b"item")
-        assert master.queue_pop("q", block=False) == b"item"
-
-
-def test_acknowledgement_is_sent_after_another_thread_has_sent(master, threads, until):
-    state = master.server.server.state
-    with client(master) as other:
-        popping = threads.submit(other.queue_pop, "q")
-        until(lambda: state.num_open == 1)
-        with busy(other.connection):
-            master.queue_push("q", b"item")
-            assert popping.result(LONG) == b"item"
-        until(lambda: state.num_open == 0)
+        assert popping.result(LONG) == b"item"
+    until(lambda: state.num_open == 0)
     assert master.queue_len("q") == 0
 
 
 @pytest.mark.parametrize("sent", [0, 1])
-def test_long_value_that_times_out_half_sent_leaves_the_connection_usable(sent, master, monkeypatch):
+def test_long_value_that_times_out_half_sent_leaves_the_connection_usable(sent, master, other, monkeypatch):
     value = os.urandom(600_000)  # three parts
-    with client(master) as other:
-        sock = other.connection.sock
-        writable, calls = sock.outbox._sock, itertools.count()
+    sock = other.connection.sock
+    writable, calls = sock.outbox._sock, itertools.count()
 
-        class FullAfterSome:
-            send = writable.send
+    class FullAfterSome:
+        send = writable.send
 
-            def sendmsg(self, buffers: list[memoryview]) -> int:
-                if next(calls) == sent:
-                    raise BlockingIOError
-                return writable.sendmsg(buffers)
+        def sendmsg(self, buffers: list[memoryview]) -> int:
+            if next(calls) == sent:
+                raise BlockingIOError
+            return writable.sendmsg(buffers)
 
-        def wait_until_overdue(deadline: Deadline, poll: object) -> None:
-            threading.Event().wait(deadline.remaining())
-            raise TimeoutError
+    def wait_until_overdue(deadline: Deadline, poll: object) -> None:
+        threading.Event().wait(deadline.remaining())
+        raise TimeoutError
 
-        with monkeypatch.context() as patch:
-            patch.setattr(sock.outbox, "_sock", FullAfterSome())
-            patch.setattr(sock, "wait", wait_until_overdue)
-            other.set_timeout(UNIT)
-            with pytest.raises(StoreTimeoutError):
-                other.set("k", bytes(600_000))
-        other.set_timeout(LONG)
-        other.set("another", value)
-        assert other.get("another") == value
-        assert not other.check(["k"])
-        assert other.connection.sock is sock
+    with monkeypatch.context() as patch:
+        patch.setattr(sock.outbox, "_sock", FullAfterSome())
+        patch.setattr(sock, "wait", wait_until_overdue)
+        other.set_timeout(UNIT)
+        with pytest.raises(StoreTimeoutError):
+            other.set("k", bytes(600_000))
+    other.set_timeout(LONG)
+    other.set("another", value)
+    assert other.get("another") == value
+    assert not other.check(["k"])
+    assert other.connection.sock is sock
 
 
 # -- connecting ------------------------------------------------------------------------------------
@@ -276,29 +241,20 @@ def test_requests_time_out_at_a_server_that_does_not_read(threads):
     other = TCPStore("127.0.0.1", server.port, timeout=LONG, config=Config(store_reconnect=0))
     background_loop().call(server.pause_reading)
     other.set_timeout(UNIT)
-    with pytest.raises(StoreTimeoutError):
-        other.get("k")
-    with pytest.raises(StoreTimeoutError):
-        other.set("k", bytes(64 << 20))
-    with pytest.raises(StoreTimeoutError):
-        other.get("k")
+    for call in (lambda: other.get("k"), lambda: other.set("k", bytes(64 << 20)), lambda: other.get("k")):
+        with pytest.raises(StoreTimeoutError):
+            call()
     other.close()
     background_loop().run(server.close())
 
 
-def test_collected_store_disconnects_and_stops_serving():
+def test_collected_store_disconnects_and_stops_serving(until):
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG)
     port = store.port
     store.set("k", "v")
     del store
     gc.collect()
-    limit = time.monotonic() + LONG
-    while True:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return
-        assert time.monotonic() < limit
-        time.sleep(0.001)
+    until(lambda: refuses(port))
 
 
 def num_sockets_at(port: int) -> int:

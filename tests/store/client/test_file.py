@@ -81,21 +81,7 @@ def test_file_that_is_not_a_store_is_refused_and_kept(tmp_path, content):
     assert path.read_bytes() == content
 
 
-def test_damaged_byte_is_refused_with_its_offset(tmp_path):
-    path = tmp_path / "store"
-    with FileStore(path) as store:
-        store.set("k", "v")
-        before = path.stat().st_size
-        store.set("damaged", "value")
-        store.set("k", "w")
-    content = bytearray(path.read_bytes())
-    content[before + 40] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ProtocolError, match=f"at offset {before}: the checksum"):
-        FileStore(path)
-
-
-def test_frame_that_was_removed_or_repeated_is_refused_with_its_offset(tmp_path):
+def test_frame_that_was_removed_repeated_or_damaged_is_refused_with_its_offset(tmp_path):
     path, ends = tmp_path / "store", []
     with FileStore(path) as store:
         for value in ("u", "v"):
@@ -103,9 +89,15 @@ def test_frame_that_was_removed_or_repeated_is_refused_with_its_offset(tmp_path)
             store.set("k", value)
     content = path.read_bytes()
     before, one, rest = content[: ends[0]], content[ends[0] : ends[1]], content[ends[1] :]
-    for harmed, offset in ((rest, ends[0]), (one + one + rest, ends[1])):
+    damaged = one[:-1] + bytes([one[-1] ^ 1])
+    misplaced = r"frame \d stands where frame \d belongs"
+    for harmed, offset, why in (
+        (rest, ends[0], misplaced),
+        (one + one + rest, ends[1], misplaced),
+        (damaged + rest, ends[0], "the checksum"),
+    ):
         path.write_bytes(before + harmed)
-        with pytest.raises(ProtocolError, match=rf"at offset {offset}: frame \d stands where frame \d belongs"):
+        with pytest.raises(ProtocolError, match=f"at offset {offset}: {why}"):
             FileStore(path)
 
 

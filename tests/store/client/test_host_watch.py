@@ -14,9 +14,9 @@ from asyncdist.errors import StoreConnectionError
 from asyncdist.net import host_watch
 from asyncdist.net.host_watch import HostWatch, keepalive, tune
 from asyncdist.store import AsyncStore, TCPStore
-from asyncdist.store.protocol.codec import Encoder
 from asyncdist.store.protocol.operations import Op
 from tests.support.packets import deafen, needs_packet_filters
+from tests.support.received_messages import frame_of
 from tests.support.stores import LONG, TOKEN
 
 pytestmark = needs_packet_filters
@@ -45,11 +45,11 @@ def test_limit_is_longer_than_the_kernel_accepts(limit):
 
 async def leased(raw, server):
     """Connect a client with an ephemeral key and a watch, and without a lease beyond its connection."""
-    client, encoder = await raw(server, proven=True), Encoder()
+    client = await raw(server, proven=True)
     await client.send(
-        encoder.frame(3, Op.RESUME, bytes(16), 0)
-        + encoder.frame(1, Op.SET_EPHEMERAL, "its", b"v")
-        + encoder.frame(2, Op.WATCH, "watched")
+        frame_of(3, Op.RESUME, bytes(16), 0)
+        + frame_of(1, Op.SET_EPHEMERAL, "its", b"v")
+        + frame_of(2, Op.WATCH, "watched")
     )
     return client
 

@@ -26,8 +26,9 @@ from asyncdist.store.protocol import client_protocol, long_messages
 from asyncdist.store.protocol.long_messages import LONG_NBYTES
 from asyncdist.store.state.machine import StoreState
 from tests.conftest import LOOPS
+from tests.support.stores import TOKEN
 
-LONG, CONFIG = 10.0, Config()
+LONG, CONFIG = 10.0, Config(token=TOKEN)
 FILES = {module.__file__ for module in (pending, blocking, blocking_socket, outbox)}
 AWAITED = {module.__file__ for module in (link, client_protocol, inbox, long_messages, outbox, part_sender)}
 
@@ -108,8 +109,8 @@ CALLS = pytest.mark.parametrize("call", [pop, set_a_long_value, get_a_later_valu
 
 
 @CALLS
-def test_store_works_after_an_interrupt_at_any_moment(call: Callable[[TCPStore, TCPStore], None]):
-    with TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master, ThreadPoolExecutor(1) as other_thread:
+def test_store_works_after_an_interrupt_at_any_moment(call: Callable[[TCPStore, TCPStore], None], master):
+    with ThreadPoolExecutor(1) as other_thread:
         assert master.server is not None
         server = master.server.server
         for place in itertools.count(1):
@@ -148,8 +149,8 @@ class Contended:
 
 
 @CALLS
-def test_store_works_after_an_interrupt_during_the_wait_for_a_lock(call, monkeypatch):
-    with TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master, ThreadPoolExecutor(1) as other_thread:
+def test_store_works_after_an_interrupt_during_the_wait_for_a_lock(call, monkeypatch, master):
+    with ThreadPoolExecutor(1) as other_thread:
         for place in itertools.count(1):
             master.queue_push("q", b"item")
             with TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store:
@@ -165,20 +166,19 @@ def test_store_works_after_an_interrupt_during_the_wait_for_a_lock(call, monkeyp
         assert place > 3
 
 
-def test_call_of_a_signal_handler_during_a_send_is_refused(monkeypatch):
-    with TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as store:
-        connection = store.connection
+def test_call_of_a_signal_handler_during_a_send_is_refused(monkeypatch, master):
+    store, connection = master, master.connection
 
-        def interrupted(deadline: Deadline, pending: object) -> None:
-            monkeypatch.undo()
-            connection.sock.send(b"\0\0\0", deadline)
-            store.set("k", "these bytes would be in the middle of another request")
+    def interrupted(deadline: Deadline, pending: object) -> None:
+        monkeypatch.undo()
+        connection.sock.send(b"\0\0\0", deadline)
+        store.set("k", "these bytes would be in the middle of another request")
 
-        monkeypatch.setattr(connection.sock, "drain", interrupted)
-        with pytest.raises(UsageError, match="signal handler"):
-            store.set("k", "v")
-        store.set("l", "w")
-        assert store.list_keys() == ["l"]
+    monkeypatch.setattr(connection.sock, "drain", interrupted)
+    with pytest.raises(UsageError, match="signal handler"):
+        store.set("k", "v")
+    store.set("l", "w")
+    assert store.list_keys() == ["l"]
 
 
 def test_signal_handler_may_not_close_a_stream_during_a_call(monkeypatch):
@@ -217,13 +217,9 @@ def test_call_of_a_signal_handler_is_refused_by_stores_without_a_server(kind, mo
         assert store.get("k") == b"v"
 
 
-def test_call_of_a_signal_handler_during_a_wait_is_refused(monkeypatch):
+def test_call_of_a_signal_handler_during_a_wait_is_refused(monkeypatch, master, other):
     """The handler would wait for an answer that only the interrupted call can read."""
-    with (
-        TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as master,
-        TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store,
-        master.subscribe("news") as news,
-    ):
+    with master.subscribe("news") as news:
 
         def interrupts(connection: blocking.BlockingConnection, call: Callable[[], object]) -> None:
             wait = connection.sock.wait
@@ -232,59 +228,52 @@ def test_call_of_a_signal_handler_during_a_wait_is_refused(monkeypatch):
                 patch.undo()
                 with pytest.raises(UsageError, match="signal handler"):
                     call()
-                master.set("k", "v") if connection is store.connection else master.publish("news", "v")
+                master.set("k", "v") if connection is other.connection else master.publish("news", "v")
                 wait(deadline)
 
             patch.setattr(connection.sock, "wait", interrupted)
 
         with monkeypatch.context() as patch:
-            interrupts(store.connection, lambda: store.set("another", ""))
-            assert store.get("k") == b"v"
+            interrupts(other.connection, lambda: other.set("another", ""))
+            assert other.get("k") == b"v"
         with monkeypatch.context() as patch:
             interrupts(news.client, news.get)
             assert news.get(LONG) == b"v"
-        assert store.list_keys() == ["k"]
+        assert other.list_keys() == ["k"]
 
 
 @pytest.mark.parametrize(("holder", "method"), [("protocol", "ask"), ("protocol", "receive"), ("sock", "drain")])
-def test_signal_handler_may_close_the_store_during_a_call(holder, method, monkeypatch):
-    with (
-        TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as master,
-        TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store,
-    ):
-        interrupted = getattr(getattr(store.connection, holder), method)
-        closed = threading.Event()
+def test_signal_handler_may_close_the_store_during_a_call(holder, method, monkeypatch, other):
+    store, closed = other, threading.Event()
+    interrupted = getattr(getattr(store.connection, holder), method)
 
-        def closes(*arguments: object) -> object:
-            if not closed.is_set():
-                closed.set()
-                store.close()
-            return interrupted(*arguments)
+    def closes(*arguments: object) -> object:
+        if not closed.is_set():
+            closed.set()
+            store.close()
+        return interrupted(*arguments)
 
-        def call() -> None:
-            with contextlib.suppress(StoreConnectionError):
-                while True:
-                    store.set("k", "v")
+    def call() -> None:
+        with contextlib.suppress(StoreConnectionError):
+            while True:
+                store.set("k", "v")
 
-        monkeypatch.setattr(getattr(store.connection, holder), method, closes)
-        calling = threading.Thread(target=call, daemon=True)
-        calling.start()
-        calling.join(LONG)
-        assert not calling.is_alive()
+    monkeypatch.setattr(getattr(store.connection, holder), method, closes)
+    calling = threading.Thread(target=call, daemon=True)
+    calling.start()
+    calling.join(LONG)
+    assert not calling.is_alive()
 
 
-def test_interrupted_close_can_be_repeated(monkeypatch):
-    with (
-        TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as master,
-        TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store,
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(store.connection, "lock", Contended(store.connection.lock, 1))
-            with pytest.raises(KeyboardInterrupt):
-                store.close()
-        store.close()
-        with pytest.raises(StoreConnectionError, match="closed by this process"):
-            store.get("k")
+def test_interrupted_close_can_be_repeated(monkeypatch, other):
+    store = other
+    with monkeypatch.context() as patch:
+        patch.setattr(store.connection, "lock", Contended(store.connection.lock, 1))
+        with pytest.raises(KeyboardInterrupt):
+            store.close()
+    store.close()
+    with pytest.raises(StoreConnectionError, match="closed by this process"):
+        store.get("k")
 
 
 # -- the awaited client -------------------------------------------------------------------------------
@@ -304,32 +293,31 @@ class LoopInterrupt(Interrupt):
 
 @pytest.mark.parametrize("nbytes", [10, 3 * LONG_NBYTES])
 @pytest.mark.parametrize("new_loop", list(LOOPS.values()), ids=list(LOOPS))
-def test_loop_that_runs_on_after_an_interrupt_has_lost_no_request(new_loop, nbytes):
+def test_loop_that_runs_on_after_an_interrupt_has_lost_no_request(master, new_loop, nbytes):
     """As in a notebook: the interrupt ends one cell, and the next one runs the same loop."""
     value = bytes(nbytes)
-    with TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master:
-        for place in itertools.count(1):
-            loop, asked, adding, over = new_loop(), [], [], False
-            store = loop.run_until_complete(AsyncStore.connect("127.0.0.1", master.port, timeout=LONG, config=CONFIG))
-            before = master.add("n", 0)
+    for place in itertools.count(1):
+        loop, asked, adding, over = new_loop(), [], [], False
+        store = loop.run_until_complete(AsyncStore.connect("127.0.0.1", master.port, timeout=LONG, config=CONFIG))
+        before = master.add("n", 0)
 
-            async def work(store=store, asked=asked, adding=adding):
-                for _ in range(3):
-                    adding.append(store.add("n", 1))
-                asked.append(store.set("k", value))
-                asked.append(store.get("k"))
-                await asyncio.wait(adding + asked)
+        async def work(store=store, asked=asked, adding=adding):
+            for _ in range(3):
+                adding.append(store.add("n", 1))
+            asked.append(store.set("k", value))
+            asked.append(store.get("k"))
+            await asyncio.wait(adding + asked)
 
-            try:
-                with contextlib.suppress(KeyboardInterrupt), LoopInterrupt(place, AWAITED):
-                    loop.run_until_complete(work())
-                    over = True
-                sums = loop.run_until_complete(results(adding, asked))
-                assert len(set(sums)) == len(sums)
-                assert loop.run_until_complete(store.add("n", 0)) <= before + 3
-                loop.run_until_complete(store.close())
-            finally:
-                loop.close()
-            if over:
-                break
-        assert place > 30
+        try:
+            with contextlib.suppress(KeyboardInterrupt), LoopInterrupt(place, AWAITED):
+                loop.run_until_complete(work())
+                over = True
+            sums = loop.run_until_complete(results(adding, asked))
+            assert len(set(sums)) == len(sums)
+            assert loop.run_until_complete(store.add("n", 0)) <= before + 3
+            loop.run_until_complete(store.close())
+        finally:
+            loop.close()
+        if over:
+            break
+    assert place > 30

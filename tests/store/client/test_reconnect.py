@@ -26,19 +26,14 @@ from asyncdist.store.client import connect as connecting
 from asyncdist.store.client.blocking_socket import BlockingSocket
 from asyncdist.store.client.pending import PendingRequest
 from asyncdist.store.protocol import operations
+from asyncdist.store.server.session import Session
 from tests.support.faults import Proxy
 from tests.support.ports import free_port
-from tests.support.stores import LONG, TOKEN
+from tests.support.stores import LONG, TOKEN, open_store
 
 SHORT = 0.2
 CONFIG = Config(token=TOKEN)
 EACH_KIND = pytest.mark.parametrize("kind", [AsyncStore, TCPStore])
-
-
-@pytest.fixture
-def proxy(server) -> Iterator[Proxy]:
-    with Proxy("127.0.0.1", server.port) as proxy:
-        yield proxy
 
 
 # -- broken connections -----------------------------------------------------------------------------
@@ -114,23 +109,19 @@ async def test_requests_during_random_cuts_are_applied_once(proxy, connect, kind
     assert await waiting == b"v"
 
 
-def test_requests_of_other_threads_are_sent_again_although_the_leader_times_out():
-    with (
-        TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master,
-        TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store,
-        ThreadPoolExecutor(1) as another,
-    ):
-        connection, other = store.connection, PendingRequest()
-        connection.begin(operations.get("later"), other, Deadline.never())
+def test_requests_of_other_threads_are_sent_again_although_the_leader_times_out(master, other):
+    with ThreadPoolExecutor(1) as another:
+        connection, pending = other.connection, PendingRequest()
+        connection.begin(operations.get("later"), pending, Deadline.never())
         connection.sock.wake()
         another.submit(connection.send_lock.acquire).result(LONG)  # as a thread that sends over a slow connection
         with pytest.raises(StoreTimeoutError):
-            store.get("never", timeout=SHORT)
+            other.get("never", timeout=SHORT)
         another.submit(connection.send_lock.release).result(LONG)
         connection.give_up(0)  # as that thread, which checks the queue again after the release
         master.set("later", b"v")
-        connection.wait_for(other, Deadline.after(LONG / 4))
-        assert other.value == b"v"
+        connection.wait_for(pending, Deadline.after(LONG / 4))
+        assert pending.value == b"v"
 
 
 def test_calls_with_short_timeouts_share_one_attempt_to_connect(monkeypatch):
@@ -216,7 +207,7 @@ async def test_subscription_ends_with_an_error_because_messages_may_be_lost(prox
 async def test_server_drops_acknowledged_answers(server, store):
     for _ in range(5):
         await asyncio.gather(*(store.add("n", 1) for _ in range(400)))
-    ((_, answers, _),) = server.sessions.contents().values()
+    ((_, answers, _),) = server.sessions.gather()().values()
     assert len(answers) < 1000
 
 
@@ -232,7 +223,7 @@ async def test_connections_that_break_at_once_share_the_patience_of_one(server, 
     store = await connect(kind=kind, store_reconnect=SHORT)
     waiting = asyncio.ensure_future(store.get("k"))
     await eventually(lambda: server.state.num_open == 1)
-    monkeypatch.setattr(server, "resume", hang_up)
+    monkeypatch.setattr(Session, "resume", hang_up)
     server.drop_all()
     with pytest.raises(StoreConnectionError, match=r"as did \d+ further connections within 0.2 s"):
         await waiting
@@ -386,64 +377,41 @@ def test_new_store_at_the_address_of_a_killed_one_is_recognized():
             store.set("k", "v")
 
 
-@pytest.mark.exhaustive
+@EACH_KIND
 @pytest.mark.processes
-async def test_requests_survive_a_store_with_data_that_is_killed_repeatedly(tmp_path, eventually):
+@pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
+async def test_requests_survive_a_store_with_data_that_is_killed(tmp_path, kind, kills, eventually):
     """Requests wait while the store is down, and each is applied once: the journal also has the answers."""
     options = ("--data", str(tmp_path), "--fsync", "always")
-    stop, done = False, 0
+    stop, sums = False, []
 
-    async def add(store: AsyncStore) -> None:
-        nonlocal done
+    async def add() -> None:
         while not stop:
-            await store.add("n", 1)
-            done += 1
-
-    async def at_work() -> None:
-        goal = done + 20
-        await eventually(lambda: done >= goal)
+            sums.append(await store.add("n", 1))
 
     with daemon(free_port(), *options) as (process, port):
-        store = await AsyncStore.connect("127.0.0.1", port, token=TOKEN, timeout=LONG, config=CONFIG)
-        working = [asyncio.create_task(add(store)) for _ in range(4)]
-        waiting = store.get("at last")
-        await at_work()
+        store = await open_store(kind, "127.0.0.1", port)
+        working = [asyncio.create_task(add()) for _ in range(4)]
+        waiting = [asyncio.ensure_future(store.get(f"k{number}")) for number in range(3)]
+        await eventually(lambda: len(sums) >= 20)
         process.kill()
         process.wait(LONG)
-    for turn in range(4):
+    for turn in range(kills):
+        setting = asyncio.ensure_future(store.set(f"turn {turn}", b"1"))
         with daemon(port, *options) as (process, _):
-            await store.set(f"turn {turn}", b"1")
+            await setting
             assert await store.multi_get([f"turn {each}" for each in range(turn + 1)]) == [b"1"] * (turn + 1)
-            await at_work()
-            if turn == 3:
+            goal = len(sums) + 20
+            await eventually(lambda goal=goal: len(sums) >= goal)
+            if turn == kills - 1:
                 stop = True
                 await asyncio.gather(*working)
-                assert await store.add("n", 0) == done
-                await store.set("at last", b"v")
-                assert await waiting == b"v"
+                assert sorted(sums) == list(range(1, len(sums) + 1))
+                await store.multi_set(["k0", "k1", "k2"], [b"0", b"1", b"2"])
+                assert await asyncio.gather(*waiting) == [b"0", b"1", b"2"]
                 await store.close()
             process.kill()
             process.wait(LONG)
-
-
-@pytest.mark.processes
-def test_calls_of_threads_survive_the_restart_of_a_store_with_data(tmp_path):
-    options = ("--data", str(tmp_path), "--fsync", "always")
-    with ThreadPoolExecutor(8) as threads:
-        with daemon(free_port(), *options) as (process, port):
-            store = TCPStore("127.0.0.1", port, timeout=LONG, config=CONFIG)
-            waiting = [threads.submit(store.get, f"k{number}") for number in range(3)]
-            adding = [threads.submit(lambda: [store.add("n", 1) for _ in range(50)]) for _ in range(3)]
-            assert store.add("n", 0) >= 0
-            process.kill()
-            process.wait(LONG)
-        setting = threads.submit(store.set, "k0", b"0")
-        with daemon(port, *options):
-            setting.result(LONG)
-            store.multi_set(["k1", "k2"], [b"1", b"2"])
-            assert [future.result(LONG) for future in waiting] == [b"0", b"1", b"2"]
-            assert sorted(total for each in adding for total in each.result(LONG)) == list(range(1, 151))
-            store.close()
 
 
 # -- ephemeral keys ---------------------------------------------------------------------------------

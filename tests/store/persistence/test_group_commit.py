@@ -20,12 +20,13 @@ from asyncdist.store.persistence.group_commit import Fsync, GroupCommit
 from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.protocol.c10d import MAGIC, Code
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES
-from asyncdist.store.protocol.codec import Encoder
 from asyncdist.store.protocol.operations import Op
 from asyncdist.store.server.c10d_session import C10dSession
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import Contents
 from tests.support.c10d_peer import Peer, encode
+from tests.support.ports import refuses
+from tests.support.received_messages import frame_of
 
 TOKEN = "a token for tests"
 LONG = 10.0
@@ -125,7 +126,7 @@ async def test_unacknowledged_item_is_in_the_queue_after_a_restart(tmp_path, eve
         popped = server.state.execute("a client that dies", 1, Op.QUEUE_POP, ("q", False))
         assert popped[0].value == b"first"
         assert await store.queue_pop("q") == b"second"
-        await eventually(lambda: server.state.contents().queues["q"] == {1: b"first"})
+        await eventually(lambda: server.state.gather()().queues["q"] == {1: b"first"})
     async with served(tmp_path) as (_, store):
         assert await store.queue_pop("q", block=False) == b"first"
         with pytest.raises(StoreError, match="is empty"):
@@ -436,16 +437,11 @@ async def test_drain_sends_replies_that_wait_for_the_disk(tmp_path, disk, eventu
         answer = asyncio.ensure_future(store.add("n", 7))
         await eventually(lambda: disk.syncs)
         draining = asyncio.ensure_future(server.drain(LONG))
-        await eventually(lambda: _refuses(server.port))
+        await eventually(lambda: refuses(server.port))
         disk.resume()
         assert await answer == 7
         await draining
         assert server.num_connections == 0
-
-
-def _refuses(port: int) -> bool:
-    with socket.socket() as sock:
-        return sock.connect_ex(("127.0.0.1", port)) != 0
 
 
 async def test_drain_gives_up_on_a_client_that_does_not_read(tmp_path, eventually: Eventually):
@@ -592,9 +588,9 @@ async def test_snapshot_holds_client_sessions_and_their_keys(tmp_path, eventuall
 
 
 async def test_lease_of_a_client_that_died_ends_after_a_restart(daemon, raw, eventually: Eventually):
-    client, encoder = await raw(daemon.server, proven=True), Encoder()
-    await client.send(encoder.frame(1, Op.RESUME, bytes(IDENTITY_NBYTES), 50))  # the lease: 50 ms
-    await client.send(encoder.frame(2, Op.SET_EPHEMERAL, "mine", b"v"))
+    client = await raw(daemon.server, proven=True)
+    await client.send(frame_of(1, Op.RESUME, bytes(IDENTITY_NBYTES), 50))  # the lease: 50 ms
+    await client.send(frame_of(2, Op.SET_EPHEMERAL, "mine", b"v"))
     await eventually(lambda: daemon.value("mine") == b"v")
     await daemon.restart()
     assert daemon.value("mine") == b"v"

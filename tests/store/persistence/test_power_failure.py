@@ -141,7 +141,7 @@ class Program:
     def compact(self) -> None:
         number = self._journal.rotate()
         self._flushed = self._committed
-        contents = self._state.contents()
+        contents = self._state.gather()()
         self.commit()
         self._journal.write_snapshot(number, contents, lambda: True)
 

@@ -5,12 +5,12 @@ from unittest.mock import ANY
 
 import pytest
 
-from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
-from asyncdist.net.connection.frames import HELLO, frame
+from asyncdist.errors import QueueEmptyError, StoreConnectionError, StoreError, UsageError
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.client_protocol import ClientProtocol
-from asyncdist.store.protocol.codec import VERSION, Encoder, Request, decode_request, hello, messages_in
+from asyncdist.store.protocol.codec import Request, decode_request, hello, messages_in
 from asyncdist.store.protocol.operations import Command, Op, OperationKind, Reason
+from tests.support.received_messages import frame_of
 
 LIMIT = 1 << 20
 
@@ -36,10 +36,6 @@ def protocol() -> ClientProtocol:
     return protocol
 
 
-def answer(request: int, kind: OperationKind, value: object) -> bytes:
-    return Encoder().frame(request, kind, value)
-
-
 def sent_by(protocol: ClientProtocol) -> list[Request]:
     """Return the requests that the client sends now."""
     return [decode_request(message) for sent in protocol.data_to_send() for message in messages_in(sent)]
@@ -50,19 +46,19 @@ def reconnect(protocol: ClientProtocol, *, known: bool, limit: int = LIMIT) -> l
     protocol.interrupted()
     protocol.receive(hello(limit))
     (resume,) = messages_in(protocol.introduce())
-    protocol.receive(answer(resume[0], OperationKind.RESULT, ("lineage", known, False)))
+    protocol.receive(frame_of(resume[0], OperationKind.RESULT, ("lineage", known, False)))
     return sent_by(protocol)
 
 
 def set_ephemeral(protocol: ClientProtocol, key: str, value: bytes = b"1") -> None:
     request, _ = protocol.ask(Handler(operations.set_ephemeral(key, value)))
-    protocol.receive(answer(request, OperationKind.RESULT, None))
+    protocol.receive(frame_of(request, OperationKind.RESULT, None))
 
 
 def test_replies_reach_their_requests_in_any_order(protocol):
     first, second = Handler(operations.get("a")), Handler(operations.get("b"))
     (one, _), (two, _) = protocol.ask(first), protocol.ask(second)
-    protocol.receive(answer(two, OperationKind.RESULT, b"2") + answer(one, OperationKind.RESULT, b"1"))
+    protocol.receive(frame_of(two, OperationKind.RESULT, b"2") + frame_of(one, OperationKind.RESULT, b"1"))
     assert (first.answers, second.answers) == ([b"1"], [b"2"])
     assert not protocol.open_requests()
 
@@ -73,7 +69,7 @@ def test_replies_reach_their_requests_in_any_order(protocol):
 def test_refusals_become_typed_errors(protocol, reason, kind):
     handler = Handler(operations.queue_pop("q", False))
     request, _ = protocol.ask(handler)
-    protocol.receive(answer(request, OperationKind.REFUSED, (reason, "why")))
+    protocol.receive(frame_of(request, OperationKind.REFUSED, (reason, "why")))
     (error,) = handler.answers
     assert type(error) is kind
     assert error.summary == "why"
@@ -83,7 +79,7 @@ def test_reply_that_crosses_its_cancel_is_dropped(protocol):
     handler = Handler(operations.get("a"))
     request, _ = protocol.ask(handler)
     assert decode_request(messages_in(protocol.give_up(request))[0]) == (0, Op.CANCEL, (request,))
-    protocol.receive(answer(request, OperationKind.RESULT, b"late"))
+    protocol.receive(frame_of(request, OperationKind.RESULT, b"late"))
     assert handler.answers == []
 
 
@@ -115,11 +111,6 @@ def test_message_that_cannot_be_sent_is_refused(protocol, command, error):
     assert not protocol.open_requests()
 
 
-def test_server_of_another_version_is_refused():
-    with pytest.raises(ProtocolError, match=f"version {VERSION + 1}"):
-        ClientProtocol().receive(frame(HELLO, Encoder().pack((0, 3, (VERSION + 1, LIMIT)))))
-
-
 def test_lease_without_a_limit_is_sent_as_a_long_time():
     protocol = ClientProtocol(lease=math.inf)
     protocol.receive(hello(LIMIT))
@@ -131,7 +122,7 @@ def test_keys_are_restored_although_the_next_connection_breaks_before_the_answer
     set_ephemeral(protocol, "k")
     requests = [reconnect(protocol, known=known) for known in (False, True)]
     assert requests[0] == requests[1] == [(requests[0][0].id, Op.RESTORE_EPHEMERAL, ("k", b"1"))]
-    protocol.receive(answer(requests[0][0].id, OperationKind.RESULT, True))
+    protocol.receive(frame_of(requests[0][0].id, OperationKind.RESULT, True))
     assert reconnect(protocol, known=True) == []
 
 
@@ -153,9 +144,9 @@ def test_requests_wait_until_all_keys_are_restored(protocol):
     first, second = reconnect(protocol, known=False)
     deleting, message = protocol.ask(Handler(operations.delete_key("k")))
     assert message == b""
-    protocol.receive(answer(first.id, OperationKind.RESULT, True))
+    protocol.receive(frame_of(first.id, OperationKind.RESULT, True))
     assert not protocol.output
-    protocol.receive(answer(second.id, OperationKind.RESULT, True))
+    protocol.receive(frame_of(second.id, OperationKind.RESULT, True))
     requests = sent_by(protocol)
     assert [(each.id, each.op) for each in requests] == [(checking, Op.CHECK), (deleting, Op.DELETE_KEY)]
     assert reconnect(protocol, known=True) == requests
@@ -167,7 +158,7 @@ def test_change_of_unknown_outcome_is_not_repeated_while_keys_are_restored(proto
     protocol.ask(adding)
     (restore,) = reconnect(protocol, known=False)
     assert reconnect(protocol, known=True) == [restore]
-    protocol.receive(answer(restore.id, OperationKind.RESULT, True))
+    protocol.receive(frame_of(restore.id, OperationKind.RESULT, True))
     assert not protocol.output
     assert [type(error) for error in adding.answers] == [StoreConnectionError]
 
@@ -177,8 +168,8 @@ def test_client_continues_without_a_key_that_a_smaller_store_refuses_to_restore(
         set_ephemeral(protocol, key, bytes(nbytes))
     checking, _ = protocol.ask(Handler(operations.check(["other"])))
     first, second = reconnect(protocol, known=False, limit=70_000)
-    protocol.receive(answer(first.id, OperationKind.RESULT, True))
-    protocol.receive(answer(second.id, OperationKind.REFUSED, (int(Reason.TOO_LARGE), "as said by a test")))
+    protocol.receive(frame_of(first.id, OperationKind.RESULT, True))
+    protocol.receive(frame_of(second.id, OperationKind.REFUSED, (int(Reason.TOO_LARGE), "as said by a test")))
     assert [each.id for each in sent_by(protocol)] == [checking]
     assert [record.args[1:] for record in caplog.records] == [
         ("'too much for a message'", ANY), ("'too much for a value'", "as said by a test"),

@@ -16,16 +16,16 @@ from asyncdist.store.protocol.client_protocol import ClientProtocol
 from asyncdist.store.protocol.codec import (
     TOGETHER_NBYTES,
     VERSION,
-    Encoder,
     decode_answer,
     decode_hello,
     decode_request,
     framed,
     hello,
     messages_in,
+    packer,
 )
-from asyncdist.store.protocol.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Op, OperationKind
-from tests.support.received_messages import ReceivedMessages
+from asyncdist.store.protocol.operations import FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Op, OperationKind
+from tests.support.received_messages import ReceivedMessages, frame_of
 
 LIMIT = 1000
 
@@ -40,10 +40,7 @@ arguments = {
     FLAG: st.booleans(),
 }
 requests = st.one_of(
-    *(
-        st.tuples(st.integers(0, 1 << 63), st.just(op), st.tuples(*(arguments[kind] for kind in kinds)))
-        for op, kinds in ARGUMENTS.items()
-    )
+    *(st.tuples(st.integers(0, 1 << 63), st.just(op), st.tuples(*(arguments[kind] for kind in op.kinds))) for op in Op)
 )
 
 
@@ -69,8 +66,8 @@ def requests_in(frame: bytes) -> list[object]:
 
 @given(st.lists(requests, max_size=8), st.lists(st.integers(0, 1 << 16), max_size=30))
 def test_requests_arrive_from_any_split(sent, cuts):
-    encoder, received = Encoder(), ReceivedMessages()
-    data = b"".join(encoder.frame(number, op, *args) for number, op, args in sent)
+    received = ReceivedMessages()
+    data = b"".join(frame_of(number, op, *args) for number, op, args in sent)
     for piece in split(data, cuts):
         received.inbox.feed(piece)
     assert list(map(decode_request, received.messages)) == sent
@@ -86,8 +83,7 @@ answers = st.one_of(
 
 @given(st.lists(answers, min_size=1, max_size=3))
 def test_answers_split_at_every_place(sent):
-    encoder = Encoder()
-    data = hello(LIMIT) + b"".join(encoder.frame(*answer) for answer in sent)
+    data = hello(LIMIT) + b"".join(frame_of(*answer) for answer in sent)
     for place in range(len(data) + 1):
         received = ReceivedMessages()
         received.inbox.feed(data[:place])
@@ -101,7 +97,7 @@ def test_answers_split_at_every_place(sent):
 @pytest.mark.parametrize("version", [3, VERSION + 1])
 def test_store_of_another_version_is_named(version):
     """Version 3 had frames with a length of 8 bytes."""
-    body = Encoder().pack((0, 3, (version, LIMIT)))
+    body = packer()((0, 3, (version, LIMIT)))
     protocol = ClientProtocol("there")
     with pytest.raises(ProtocolError, match=f"speaks version {version} .* version {VERSION}: run the same asyncdist"):
         protocol.receive(struct.pack("<Q", len(body)) + body)
@@ -111,19 +107,18 @@ def test_store_of_another_version_is_named(version):
 def test_hello_is_decoded():
     assert decode_hello(hello(LIMIT)[8:], "there") == LIMIT
     with pytest.raises(ProtocolError, match="did not begin with a hello"):
-        decode_hello(Encoder().pack((1, OperationKind.RESULT, b"v")), "there")
+        decode_hello(packer()((1, OperationKind.RESULT, b"v")), "there")
 
 
 @given(st.lists(requests, min_size=1, max_size=20))
 def test_requests_in_one_frame(sent):
-    encoder = Encoder()
-    (frame,) = frames_in(framed([encoder.pack((number, op, *args)) for number, op, args in sent]))
+    (frame,) = frames_in(framed([packer()((number, op, *args)) for number, op, args in sent]))
     assert requests_in(frame) == sent
 
 
 def test_frame_of_several_messages_is_bounded():
-    messages = [Encoder().pack((number, Op.SET, "k", bytes(20_000))) for number in range(10)]
-    messages.insert(4, Encoder().pack((0, Op.SET, "k", bytes(2 * TOGETHER_NBYTES))))
+    messages = [packer()((number, Op.SET, "k", bytes(20_000))) for number in range(10)]
+    messages.insert(4, packer()((0, Op.SET, "k", bytes(2 * TOGETHER_NBYTES))))
     frames = frames_in(framed(messages))
     assert b"".join(frames) == b"".join(messages)
     assert [len(requests_in(frame)) for frame in frames] == [3, 1, 1, 3, 3]
@@ -131,8 +126,7 @@ def test_frame_of_several_messages_is_bounded():
 
 @given(st.lists(requests, min_size=1, max_size=4), st.data())
 def test_frame_whose_last_message_is_cut_short_is_refused(sent, data):
-    encoder = Encoder()
-    messages = [encoder.pack((number, op, *args)) for number, op, args in sent]
+    messages = [packer()((number, op, *args)) for number, op, args in sent]
     cut = data.draw(st.integers(1, len(messages[-1]) - 1))
     with pytest.raises(ProtocolError):
         messages_in(b"".join(messages)[:-cut])
@@ -173,10 +167,10 @@ def test_arguments_of_wrong_types_are_refused(op, args):
     except ProtocolError:
         return
     python_types = {KEY: str, VALUE: bytes, NUMBER: int, FLAG: bool, KEYS: list, VALUES: list}
-    assert [type(arg) for arg in request.args] == [python_types[kind] for kind in ARGUMENTS[op]]
+    assert [type(arg) for arg in request.args] == [python_types[kind] for kind in op.kinds]
 
 
-@pytest.mark.parametrize("before", [b"", Encoder().frame(1, Op.NUM_KEYS)])
+@pytest.mark.parametrize("before", [b"", frame_of(1, Op.NUM_KEYS)])
 @pytest.mark.parametrize("claimed", [1 << 20, (1 << 32) - 1])
 def test_length_beyond_the_limit_is_refused_before_its_frame_arrives(before, claimed):
     with pytest.raises(ProtocolError, match=str(claimed)):

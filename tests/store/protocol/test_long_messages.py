@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
-from asyncdist.errors import ProtocolError, StoreError, StoreTimeoutError, UsageError
+from asyncdist.errors import ProtocolError, StoreError, StoreTimeoutError
 from asyncdist.net.connection.frames import CHUNK, CHUNK_NBYTES, OPENING, SHORT, frame, pack_opening
 from asyncdist.net.connection.outbox import Flushed, Outbox
-from asyncdist.store import AsyncStore, StoreServer, TCPStore
+from asyncdist.store import AsyncStore, TCPStore
 from asyncdist.store.client.blocking_socket import BlockingSocket
 from asyncdist.store.protocol import long_messages
-from asyncdist.store.protocol.codec import Encoder, framed
+from asyncdist.store.protocol.codec import framed, packer
 from asyncdist.store.protocol.long_messages import LONG_NBYTES, LongMessage
 from asyncdist.store.protocol.operations import Op
 from asyncdist.store.server.session import Session
-from tests.support.faults import Proxy
 from tests.support.received_messages import ReceivedMessages
 from tests.support.stores import LONG, TOKEN
 
@@ -37,12 +36,6 @@ def config() -> Config:
     return CONFIG
 
 
-@pytest.fixture
-def proxy(server) -> Iterator[Proxy]:
-    with Proxy("127.0.0.1", server.port) as proxy:
-        yield proxy
-
-
 def patterned(nbytes: int) -> bytes:
     """Return bytes that differ between any two chunks."""
     row = b"".join(number.to_bytes(4, "little") for number in range(1 << 12))
@@ -55,7 +48,7 @@ def patterned(nbytes: int) -> bytes:
 def sent(*messages: LongMessage) -> bytes:
     """Return the bytes of messages that are sent one after the other."""
     frames: list[bytes] = []
-    outbox = Outbox(Writing(frames), in_order=True)
+    outbox = Outbox(Passing(frames.append), in_order=True)
     for message in messages:
         outbox.enqueue(message)
     while outbox.flush() is Flushed.MORE:
@@ -64,22 +57,23 @@ def sent(*messages: LongMessage) -> bytes:
     return b"".join(frames)
 
 
-class Writing:
-    """A socket that takes all."""
+class Passing:
+    """A socket that takes all, and passes it to a function."""
 
-    def __init__(self, written: list[bytes]) -> None:
+    def __init__(self, written) -> None:
         self._written = written
+
+    def sendmsg(self, buffers):
+        data = b"".join(buffers)
+        self._written(data)
+        return len(data)
 
     def send(self, data):
         return self.sendmsg([data])
 
-    def sendmsg(self, buffers):
-        self._written.append(b"".join(buffers))
-        return len(self._written[-1])
-
 
 def long(*fields: object) -> LongMessage:
-    return LongMessage(Encoder().pack, fields, lambda request: True)
+    return LongMessage(packer(), fields, lambda request: True)
 
 
 def received(data: bytes, most_nbytes: int = 1 << 30) -> list[object]:
@@ -166,21 +160,6 @@ async def test_small_requests_pass_while_a_large_value_goes_through(server, stor
     assert await getting == value
 
 
-class Passing:
-    """The socket of a blocking client, for what is written to it."""
-
-    def __init__(self, written) -> None:
-        self._written = written
-
-    def sendmsg(self, buffers):
-        data = b"".join(buffers)
-        self._written(data)
-        return len(data)
-
-    def send(self, data):
-        return self.sendmsg([data])
-
-
 def test_blocking_socket_sends_queued_requests_between_the_parts_of_a_large_value():
     """A request that another thread queues while a part is written is sent before the next part."""
     near, far = socket.socketpair()
@@ -259,14 +238,6 @@ async def test_messages_of_a_channel_keep_their_order(store, connect):
 # -- limits -----------------------------------------------------------------------------------------
 
 
-async def test_too_long_value_is_refused_before_it_is_sent(server, store):
-    before = server.num_requests
-    with pytest.raises(UsageError, match="ASYNCDIST_STORE_MAX_VALUE_NBYTES"):
-        await store.set("k", bytes(server.limit + 1))
-    assert server.num_requests == before
-    assert await store.num_keys() == 0
-
-
 @SMALL_STORE
 @EACH_KIND
 async def test_missing_room_is_reported_before_the_whole_value_has_arrived(server, connect, kind):
@@ -296,7 +267,7 @@ async def test_repeated_request_needs_no_room(server, store, connect, eventually
 
 @SMALL_STORE
 async def test_earlier_request_of_the_same_read_makes_room(server, store, eventually):
-    pack = Encoder().pack
+    pack = packer()
     await store.set("k", bytes(7 << 20))
     await store.set("l", bytes((1 << 20) - LONG_NBYTES))
     setting = long(102, Op.SET, "m", bytes(LONG_NBYTES + 1))
@@ -429,16 +400,3 @@ async def test_part_of_no_message_ends_the_connection(server, store, caplog):
     store.connection.link.transport.write(frame(CHUNK, bytes(4) + b"of nothing"))
     await store.set("k", b"v")  # over another connection
     assert "bytes of message 0, which is not open" in caplog.text
-
-
-async def test_daemon_with_data_keeps_large_values(tmp_path):
-    value = patterned(5 << 20)
-    for turn in range(2):
-        async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, data=tmp_path) as server:
-            store = await AsyncStore.connect("127.0.0.1", server.port, config=CONFIG, timeout=LONG)
-            if turn == 0:
-                setting = store.set("k", value)
-                assert await store.get("k") == value  # which waits until it is on disk
-                await setting
-            assert await store.get("k") == value
-            await store.close()

@@ -11,7 +11,7 @@ import pytest
 from asyncdist.base.background_loop import background_loop
 from asyncdist.config import Config
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.client.c10d_probe import accepts_c10d_clients
+from asyncdist.store.client.connect import accepts_c10d_clients
 from asyncdist.store.protocol.c10d import MAGIC, STOP_WAITING, Code
 from asyncdist.store.server import accept
 from tests.support.c10d_peer import Peer, encode
@@ -144,6 +144,7 @@ BAD = {
     "an add to what is no number": (encode(Code.ADD, b"/v", 1), "not an integer"),
     "an add beyond 64 bits": (encode(Code.ADD, b"/n", (1 << 63) - 1) * 2, "64 bits"),
     "a barrier of another size": (encode(Code.BARRIER, b"/b", 3), "one of 2, not of 3"),
+    "a barrier at a value": (encode(Code.BARRIER, b"/v", 2), "not an integer"),
     "a barrier of zero clients": (encode(Code.BARRIER, b"/c", 0), "a barrier of 0"),
     "more than a reply takes": (encode(Code.SET, b"/l", bytes(1 << 20)) + encode(Code.MULTI_GET, [b"/l"] * 9), "fewer"),
 }

@@ -1,7 +1,5 @@
 """The limits of values, keys and memory hold to the byte for each operation."""
 
-import asyncio
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -12,9 +10,8 @@ from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.protocol import client_protocol
 from asyncdist.store.protocol.operations import Op, OperationKind, Reason, Reply
 from asyncdist.store.state.change_log import ChangeLog, replay
-from asyncdist.store.state.limits import MemoryQuota, SizeLimits
 from asyncdist.store.state.machine import StoreState
-from asyncdist.store.state.model import Contents, RequestRefused
+from asyncdist.store.state.model import Contents, MemoryQuota, RequestRefused, SizeLimits
 from asyncdist.store.state.sessions import SessionTable
 
 LONGEST = 100
@@ -38,7 +35,7 @@ class Store:
     def held_nbytes(self) -> int:
         """What a store counts that restores the contents at once."""
         quota = MemoryQuota()
-        StoreState(quota=quota).restore(self.state.contents())
+        StoreState(quota=quota).restore(self.state.gather()())
         return quota.nbytes
 
 
@@ -106,7 +103,7 @@ def test_multi_set_at_the_memory_limit_sets_all_keys_or_none():
         store = Store(max_nbytes=372 - less)
         store.ask("a", Op.MULTI_SET, keys[:2], [b"", bytes(60)])
         assert (store.ask("a", Op.MULTI_SET, keys, values) is Reason.FULL) is bool(less)
-        assert list(store.state.contents().values.values()) == expected
+        assert list(store.state.gather()().values.values()) == expected
         assert store.quota.nbytes == store.held_nbytes == 372 - 104 * less
 
 
@@ -133,13 +130,13 @@ def test_kept_answers_count_until_received_or_their_client_closes():
     for request, (kind, value) in enumerate(ANSWERS, 1):
         one.remember(Reply("connection", request, kind, value))
         other.remember(Reply("connection", request, kind, value))
-    later.restore(members.contents(), 0.0)
+    later.restore(members.gather()(), 0.0)
     for these, counter in ((members, quota), (later, later_quota)):
-        assert counter.nbytes == counted(Contents(members=these.contents())) > 2 * LONGEST
+        assert counter.nbytes == counted(Contents(members=these.gather()())) > 2 * LONGEST
         these.get(b"one").received(3)
-        assert counter.nbytes == counted(Contents(members=these.contents()))
+        assert counter.nbytes == counted(Contents(members=these.gather()()))
         these.close(these.get(b"one"))
-        assert counter.nbytes == counted(Contents(members=these.contents())) > LONGEST
+        assert counter.nbytes == counted(Contents(members=these.gather()())) > LONGEST
         these.get(b"other").received(len(ANSWERS) + 1)
         assert counter.nbytes == 0
 
@@ -167,43 +164,30 @@ def test_kept_answers_are_limited_except_for_the_last(monkeypatch):
     assert member.answer_to(9) is None
     assert member.answer_to(10) is not None
     replay(b"".join(log.take()), contents)
-    assert contents.members == members.contents()
+    assert contents.members == members.gather()()
 
 
-async def test_answers_that_a_client_never_confirms_fill_the_server(monkeypatch):
+@pytest.mark.parametrize("config", [Config(store_max_nbytes=1 << 20)])
+async def test_answers_that_a_client_never_confirms_fill_the_server(store, monkeypatch):
     monkeypatch.setattr(client_protocol, "_ACKNOWLEDGE_AFTER_NBYTES", 1 << 60)
-    config = Config(token="token", store_max_nbytes=1 << 20)
-    async with await StoreServer.start("127.0.0.1", 0, token="token", config=config) as server:
-        store = await AsyncStore.connect("127.0.0.1", server.port, token="token", config=config)
-        value = bytes(10_000)
-        for number in range(110):
-            await store.compare_set("k", value if number else b"", value)  # nothing more is held by that
-        with pytest.raises(StoreError, match="--max-memory"):
-            await store.set("other", b"")
-        await store.close()
+    value = bytes(10_000)
+    for number in range(110):
+        await store.compare_set("k", value if number else b"", value)  # nothing more is held by that
+    with pytest.raises(StoreError, match="--max-memory"):
+        await store.set("other", b"")
 
 
-async def test_client_confirms_long_answers_with_its_next_request():
-    config = Config(token="token", store_max_nbytes=8 << 20)
-    value = bytes(3 << 20)
-    async with await StoreServer.start("127.0.0.1", 0, token="token", config=config) as server:
-        threads = await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, config=config)
-        store = await AsyncStore.connect("127.0.0.1", server.port, token="token", config=config)
-        await store.compare_set("k", b"", value)
-        assert server.quota.nbytes > 2 * len(value)
-        await store.set("other", value)
-        await store.delete_key("k")
-        await store.compare_set("k", b"", value[1:])
-        await store.num_keys()
-        assert 2 * len(value) < server.quota.nbytes < 3 * len(value)
-        await store.delete_key("k")
-        await asyncio.to_thread(threads.compare_set, "k", b"", value)
-        assert server.quota.nbytes > 3 * len(value)
-        await asyncio.to_thread(threads.delete_key, "k")
-        await asyncio.to_thread(threads.set, "k", value)
-        assert server.quota.nbytes < 3 * len(value)
-        await asyncio.to_thread(threads.close)
-        await store.close()
+@pytest.mark.parametrize("kind", [AsyncStore, TCPStore])
+@pytest.mark.parametrize("config", [Config(store_max_nbytes=8 << 20)])
+async def test_client_confirms_long_answers_with_its_next_request(server, connect, kind):
+    store, value = await connect(kind=kind), bytes(3 << 20)
+    await store.compare_set("k", b"", value)
+    assert server.quota.nbytes > 2 * len(value)
+    await store.set("other", value)
+    await store.delete_key("k")
+    await store.compare_set("k", b"", value[1:])
+    await store.num_keys()
+    assert 2 * len(value) < server.quota.nbytes < 3 * len(value)
 
 
 KEYS, VALUES = st.sampled_from(["a", "b", "long"]), st.binary(max_size=5)

@@ -15,22 +15,18 @@ from asyncdist.net.connection.frames import CHUNK, GOODBYE, HEADER, SHORT, STAGI
 from asyncdist.net.security.auth import MAGIC, NONCE_NBYTES, PROOF_NBYTES
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client.connect import ConnectRetry
-from asyncdist.store.protocol.codec import Encoder
 from asyncdist.store.protocol.long_messages import LONG_NBYTES
 from asyncdist.store.protocol.operations import CHANGED, Op, OperationKind
 from asyncdist.store.server import listener
 from asyncdist.store.server.accept import PendingConnection
 from asyncdist.store.server.session import Session
 from tests.support.packets import deafen, needs_packet_filters
+from tests.support.received_messages import frame_of
 
 UNIT, LONG = 0.05, 60.0
 TOKEN = "a token for tests"
 
 LOGGER = "asyncdist.store.server.server"
-
-
-def frame(*fields: object) -> bytes:
-    return Encoder().frame(*fields)
 
 
 GARBAGE = {
@@ -52,7 +48,7 @@ async def test_garbage_instead_of_a_handshake_is_dropped(server, store, caplog, 
 
 async def test_wrong_proof_is_refused(server, store, caplog, raw):
     peer = await raw(server)
-    await peer.send(MAGIC + bytes(NONCE_NBYTES) + bytes(PROOF_NBYTES) + frame(1, Op.SET, "k", b"v"))
+    await peer.send(MAGIC + bytes(NONCE_NBYTES) + bytes(PROOF_NBYTES) + frame_of(1, Op.SET, "k", b"v"))
     assert await peer.ended()
     assert "did not hold the token of this process" in caplog.text
     assert await store.check(["k"]) is False
@@ -69,12 +65,12 @@ HARM = {
     "shared memory": HEADER.pack(6, STAGING, 0, 0) + bytes(6),
     "a frame of channels": HEADER.pack(0, GOODBYE, 0, 0),
     "no array": HEADER.pack(1, SHORT, 0, 0) + b"\x05",
-    "an unknown operation": frame(1, 999),
-    "no operation": frame(1),
-    "wrong arguments": frame(1, Op.SET, "k", 5),
-    "too many arguments": frame(1, Op.GET, "k", "l"),
-    "an id that is not an integer": frame("one", Op.NUM_KEYS),
-    "an identity, twice": frame(1, Op.RESUME, b"identity", 0) + frame(2, Op.RESUME, b"another", 0),
+    "an unknown operation": frame_of(1, 999),
+    "no operation": frame_of(1),
+    "wrong arguments": frame_of(1, Op.SET, "k", 5),
+    "too many arguments": frame_of(1, Op.GET, "k", "l"),
+    "an id that is not an integer": frame_of("one", Op.NUM_KEYS),
+    "an identity, twice": frame_of(1, Op.RESUME, b"identity", 0) + frame_of(2, Op.RESUME, b"another", 0),
     "nested a thousand deep": HEADER.pack(2000, SHORT, 0, 0) + b"\x91" * 2000,
 }
 
@@ -84,7 +80,7 @@ async def test_bad_frame_after_the_handshake_drops_the_client(server, store, cap
     """The rule holds for clients with the token, too. Requests before the bad frame are answered."""
     waiting = store.get("k")
     peer = await raw(server, proven=True)
-    await peer.send(frame(1, Op.SET, "before", b"1") + harm + frame(2, Op.SET, "after", b"1"))
+    await peer.send(frame_of(1, Op.SET, "before", b"1") + harm + frame_of(2, Op.SET, "after", b"1"))
     assert await peer.ended()
     assert "refused" in caplog.text
     assert await store.check(["after"]) is False
@@ -95,15 +91,15 @@ async def test_bad_frame_after_the_handshake_drops_the_client(server, store, cap
 async def test_requests_at_the_old_connection_of_a_reconnected_client_are_not_applied(server, eventually, raw):
     """The client sends unanswered requests again; the server does not apply those left at the old connection."""
     earlier = await raw(server, proven=True)
-    await earlier.send(frame(1, Op.RESUME, b"identity", 1000))
+    await earlier.send(frame_of(1, Op.RESUME, b"identity", 1000))
     await eventually(lambda: server.sessions.get(b"identity") is not None)
     session = server.sessions.get(b"identity").connection
     session.pause_writing()
-    await earlier.send(frame(2, Op.ADD, "n", 1))
+    await earlier.send(frame_of(2, Op.ADD, "n", 1))
     await eventually(lambda: session.unfinished)
     await raw(server, proven=True)
     (new,) = server.admission.connections - {session}
-    server.resume(new, b"identity", 1000)
+    new.resume(b"identity", 1000)
     session.resume_writing()
     assert server.state.keys.peek("n") is None
     assert await earlier.ended()
@@ -114,7 +110,7 @@ async def test_requests_at_the_old_connection_of_a_reconnected_client_are_not_ap
 async def test_client_vanishes_in_the_middle_of_a_frame(server, store, caplog, eventually, raw):
     peer = await raw(server, proven=True)
     with caplog.at_level(logging.INFO, LOGGER):
-        await peer.send(frame(1, Op.SET, "k", bytes(1000))[:500])
+        await peer.send(frame_of(1, Op.SET, "k", bytes(1000))[:500])
         await eventually(lambda: any(c.unfinished for c in server.admission.connections))
         await peer.leave()
         await eventually(lambda: server.num_connections == 1)
@@ -124,7 +120,7 @@ async def test_client_vanishes_in_the_middle_of_a_frame(server, store, caplog, e
 
 async def test_waits_of_a_vanished_client_are_removed(server, store, eventually, raw):
     dying = await raw(server, proven=True)
-    await dying.send(frame(1, Op.GET, "k") + frame(2, Op.BARRIER, "b", 2) + frame(3, Op.QUEUE_POP, "q", True))
+    await dying.send(frame_of(1, Op.GET, "k") + frame_of(2, Op.BARRIER, "b", 2) + frame_of(3, Op.QUEUE_POP, "q", True))
     await eventually(lambda: server.state.num_open == 3)
     await dying.leave()
     await eventually(lambda: server.state.num_open == 0)
@@ -180,11 +176,8 @@ async def test_client_of_a_lost_host_is_detected_while_others_are_served(server,
     at_once = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1))
     monkeypatch.setattr("asyncdist.net.host_watch.keepalive", lambda limit: at_once)
     gone = await raw(server, proven=True)
-    encoder = Encoder()
-    introduction = encoder.frame(3, Op.RESUME, bytes(16), 0)
-    await gone.send(
-        introduction + encoder.frame(1, Op.SET_EPHEMERAL, "its", b"v") + encoder.frame(2, Op.BARRIER, "b", 2)
-    )
+    introduction = frame_of(3, Op.RESUME, bytes(16), 0)
+    await gone.send(introduction + frame_of(1, Op.SET_EPHEMERAL, "its", b"v") + frame_of(2, Op.BARRIER, "b", 2))
     await eventually(lambda: server.state.num_open == 1)
     deafen(gone.writer.get_extra_info("socket").fileno())
     assert await store.get("its") == b"v"
@@ -200,7 +193,7 @@ async def test_client_that_does_not_read_replies_is_not_read_from(server, store,
     await store.set("k", bytes(1 << 20))
     peer = await raw(server, proven=True)
     peer.writer.transport.pause_reading()
-    peer.writer.write(b"".join(frame(number, Op.GET, "k") for number in range(1, 201)))
+    peer.writer.write(b"".join(frame_of(number, Op.GET, "k") for number in range(1, 201)))
     await eventually(lambda: any(connection.paused for connection in server.admission.connections))
     (slow,) = [connection for connection in server.admission.connections if connection.paused]
     assert slow.waiting_nbytes < 4 << 20
@@ -304,12 +297,12 @@ async def test_client_with_many_requests_is_not_dropped_by_notifications(
     count = (24 << 20) // nbytes
     await store.set("there", bytes(nbytes))
     peer = await raw(server, proven=True)
-    await peer.send(frame(1, Op.WATCH, "heartbeat"))
-    await peer.send(b"".join(frame(number, Op.GET, "late") for number in range(2, 2 + count)))
+    await peer.send(frame_of(1, Op.WATCH, "heartbeat"))
+    await peer.send(b"".join(frame_of(number, Op.GET, "late") for number in range(2, 2 + count)))
     await eventually(lambda: server.state.num_open == 1 + count)
     peer.writer.transport.pause_reading()
     await store.set("late", bytes(nbytes))
-    peer.writer.write(b"".join(frame(number, Op.GET, "there") for number in range(2 + count, 2 + 2 * count)))
+    peer.writer.write(b"".join(frame_of(number, Op.GET, "there") for number in range(2 + count, 2 + 2 * count)))
     await eventually(lambda: any(connection.paused for connection in server.admission.connections))
     for number in range(10):
         await store.set("heartbeat", str(number))
@@ -332,7 +325,7 @@ async def test_subscriber_that_does_not_read_is_dropped(server, store, connect, 
     monkeypatch.setattr("asyncdist.store.server.connection.BACKLOG_NBYTES", 1 << 20)
     deaf, fine = await raw(server, proven=True), await connect()
     heard = await fine.subscribe("news")
-    await deaf.send(frame(1, Op.SUBSCRIBE, "news"))
+    await deaf.send(frame_of(1, Op.SUBSCRIBE, "news"))
     while await store.publish("news", b"") < 2:
         assert await anext(heard) == b""
     assert await anext(heard) == b""
@@ -358,7 +351,7 @@ async def test_bug_in_an_operation_closes_one_connection(server, store, caplog, 
         return execute(client, request, op, args)
 
     monkeypatch.setattr(server.state, "execute", broken)
-    await other.send(frame(1, Op.LIST_KEYS, ""))
+    await other.send(frame_of(1, Op.LIST_KEYS, ""))
     assert await other.ended()
     assert "could not be served" in caplog.text
     assert await store.add("n", 1) == 1

@@ -10,8 +10,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.operations import Op, OperationKind, Reason, Reply
-from asyncdist.store.state.limits import SizeLimits
 from asyncdist.store.state.machine import StoreState
+from asyncdist.store.state.model import SizeLimits
 
 INT64_MAX = (1 << 63) - 1
 
@@ -68,19 +68,9 @@ def askers() -> tuple[Asker, Asker, Asker]:
     return Asker(state, "a", log), Asker(state, "b", log), Asker(state, "c", log)
 
 
-@pytest.fixture
-def a(askers):
-    return askers[0]
-
-
-@pytest.fixture
-def b(askers):
-    return askers[1]
-
-
-@pytest.fixture
-def c(askers):
-    return askers[2]
+a = pytest.fixture(lambda askers: askers[0])
+b = pytest.fixture(lambda askers: askers[1])
+c = pytest.fixture(lambda askers: askers[2])
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -188,36 +178,11 @@ def test_a_push_does_not_answer_a_get_after_a_pop(a, b):
     assert a.blocked(getting)
 
 
-def test_wait_for_a_queue_and_a_key(a, b):
-    """In torch's server this wait is never released."""
-    b.do(Op.QUEUE_PUSH, "q", b"1")
-    waiting = a.ask(Op.WAIT, ["q", "k"])
-    assert a.blocked(waiting)
-    b.do(Op.SET, "k", b"")
-    assert a.answer(waiting) is None
-
-
 def test_push_wakes_only_the_first_wait(a, b, c):
     first, second = a.ask(Op.WAIT, ["q"]), b.ask(Op.WAIT, ["q"])
     c.do(Op.QUEUE_PUSH, "q", b"1")
     assert a.answer(first) is None
     assert b.blocked(second)
-
-
-def test_wake_up_passes_on_if_its_client_dies_before_it_pops(a, b, c):
-    """In torch's server the wake-up is lost."""
-    first, second = a.ask(Op.WAIT, ["q"]), b.ask(Op.WAIT, ["q"])
-    c.do(Op.QUEUE_PUSH, "q", b"1")
-    assert a.answer(first) is None
-    a.leave()
-    assert b.answer(second) is None
-
-
-def test_pop_precedes_wait(a, b, c):
-    watching, taking = a.ask(Op.WAIT, ["q"]), b.ask(Op.QUEUE_POP, "q", True)
-    c.do(Op.QUEUE_PUSH, "q", b"1")
-    assert b.answer(taking) == b"1"
-    assert a.blocked(watching)
 
 
 def test_returned_items_keep_their_order_and_go_to_blocked_pops(a, b, c):
@@ -244,26 +209,6 @@ def test_a_barrier_opens_for_all_at_once_and_stays_open(a, b, c):
     assert c.do(Op.GET, "x") == b"2"
     c.do(Op.DELETE_KEY, "x")
     assert c.blocked(c.ask(Op.BARRIER, "x", 2))
-
-
-@pytest.mark.parametrize("how", ["cancel", "leave"])
-def test_barrier_does_not_count_withdrawn_requests(a, b, how):
-    """Torch's server counts a rank that times out or dies each time."""
-    for _ in range(3):
-        standing = a.ask(Op.BARRIER, "x", 2)
-        a.cancel(standing) if how == "cancel" else a.leave()
-    last = a.ask(Op.BARRIER, "x", 2)
-    assert a.blocked(last)
-    b.do(Op.BARRIER, "x", 2)
-    assert a.answer(last) is None
-
-
-def test_barriers_of_different_sizes_are_refused(a, b):
-    a.ask(Op.BARRIER, "x", 3)
-    assert b.refused(b.ask(Op.BARRIER, "x", 2)) is Reason.INVALID
-    assert b.refused(b.ask(Op.BARRIER, "y", 0)) is Reason.INVALID
-    b.do(Op.SET, "z", b"no barrier")
-    assert b.refused(b.ask(Op.BARRIER, "z", 2)) is Reason.INVALID
 
 
 def test_publish_reaches_present_subscriptions(a, b, c):

@@ -63,4 +63,4 @@ def test_change_log_holds_acknowledgements_and_closed_sessions():
     stays.received(4)
     sessions.close(leaves)
     replay(b"".join(log.take()), contents)
-    assert contents.members == sessions.contents() == {b"a": (10.0, {4: (0, 4), 5: (0, 5)}, 0)}
+    assert contents.members == sessions.gather()() == {b"a": (10.0, {4: (0, 4), 5: (0, 5)}, 0)}

@@ -1,8 +1,9 @@
 """Leases on prefixes: the keys under a prefix are deleted with the last client that keeps the lease on it."""
 
+import asyncio
+
 import pytest
 
-from asyncdist.base.background_loop import background_loop
 from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
@@ -10,6 +11,7 @@ from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.operations import CHANGED, GONE, Op, Reason
 from asyncdist.store.state.machine import StoreState
 from tests.support.faults import Proxy
+from tests.support.stores import TOKEN, open_store
 
 LONG = 10.0
 
@@ -57,11 +59,14 @@ def state():
 OTHERS = ["job", "job/10/k", "other"]
 
 
-def test_keys_are_deleted_with_the_last_client_that_keeps_the_lease(state):
+@pytest.mark.parametrize("more", [{}, {"a": "job/1/"}, {"b": "job/10/"}], ids=["one", "one, twice", "one, and another"])
+def test_keys_are_deleted_with_the_last_client_that_keeps_the_lease(state, more):
+    for client, prefix in more.items():
+        assert state.acquire(client, prefix)
     state.expire("a")
     assert state.key_names() == sorted([*OTHERS, "job/1/k", "job/1/l"])
     state.expire("b")
-    assert state.key_names() == OTHERS
+    assert state.key_names() == [key for key in OTHERS if not key.startswith(more.get("b", "none"))]
     assert state.ask("c", Op.QUEUE_LEN, "job/1/q") == [0]
     assert state.ask("c", Op.QUEUE_LEN, "job/2/q") == [1]
 
@@ -77,7 +82,7 @@ def test_client_that_joins_before_the_last_one_expires_keeps_the_keys(state):
 
 def test_released_lease_ends_with_the_other_client(state):
     ended = []
-    state.state.at_lease_end(b"a", "job/1/", lambda: ended.append("job/1/"))
+    state.state.leases.at_end(b"a", "job/1/", lambda: ended.append("job/1/"))
     state.ask("a", Op.RELEASE_LEASE, "job/1/")
     assert "job/1/k" in state.key_names()
     assert state.ask("c", Op.RELEASE_LEASE, "job/1/") == [None]
@@ -86,27 +91,13 @@ def test_released_lease_ends_with_the_other_client(state):
     assert ended == ["job/1/"]
 
 
-def test_lease_acquired_twice_counts_once(state):
-    assert state.acquire("a", "job/1/")
-    state.expire("a")
-    state.expire("b")
-    assert state.key_names() == OTHERS
-
-
-def test_client_keeps_leases_on_several_prefixes(state):
-    state.acquire("b", "job/10/")
-    state.expire("a")
-    state.expire("b")
-    assert state.key_names() == ["job", "other"]
-
-
 def test_end_of_a_lease_deletes_ephemeral_keys_of_any_client(state):
     state.ask("b", Op.SET_EPHEMERAL, "job/1/mine", b"")
     state.ask("stranger", Op.SET_EPHEMERAL, "job/1/strange", b"")
     state.expire("a")
     state.expire("b")
     assert state.key_names() == OTHERS
-    assert state.state.contents().attached == {}
+    assert state.state.gather()().attached == {}
 
 
 def test_watchers_are_notified_of_deleted_keys(state):
@@ -154,43 +145,26 @@ def test_cancelled_request_for_a_lease_is_not_granted(abandoned):
     abandoned.ask("d", Op.CANCEL, abandoned.number)
     abandoned.expire("a")
     assert abandoned.expire("b") == []
-    assert abandoned.state.contents().shared == {}
+    assert abandoned.state.gather()().shared == {}
 
 
-async def test_client_that_returns_after_expiry_learns_of_the_loss(eventually):
-    brief = Config(store_lease=0.0)
-    async with await StoreServer.start("127.0.0.1", 0) as server:
+@pytest.mark.parametrize("kind", [AsyncStore, TCPStore])
+async def test_client_that_returns_after_expiry_learns_of_the_loss(kind, eventually):
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN) as server:
         with Proxy("127.0.0.1", server.port) as proxy:
-            store = await AsyncStore.connect(*proxy.address, timeout=LONG, config=brief)
+            store = await open_store(kind, *proxy.address, store_lease=0.0)
             await store.request(operations.acquire_lease("job/"))
             await store.set("job/step", b"41")
             proxy.clog()
             proxy.cut()
-            adding = store.add("job/step", 1)
+            adding = asyncio.ensure_future(store.add("job/step", 1))
             await eventually(lambda: not len(server.state.keys))
             proxy.unclog()
-            with pytest.raises(StoreConnectionError, match="the data of its job may be gone"):
-                await adding
-            with pytest.raises(StoreConnectionError, match="the data of its job may be gone"):
-                await store.check(["job/step"])
+            for refused in (adding, store.check(["job/step"])):
+                with pytest.raises(StoreConnectionError, match="the data of its job may be gone"):
+                    await refused
             assert not len(server.state.keys)
             await store.close()
-
-
-def test_blocking_client_that_returns_after_expiry_learns_of_the_loss(until):
-    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
-    with (
-        Proxy("127.0.0.1", server.port) as proxy,
-        TCPStore(*proxy.address, timeout=LONG, config=Config(store_lease=0.0)) as store,
-    ):
-        store.request(operations.acquire_lease("job/"))
-        store.set("job/step", b"41")
-        proxy.cut()
-        until(lambda: not len(server.state.keys))
-        for _ in range(2):
-            with pytest.raises(StoreConnectionError, match="the data of its job may be gone"):
-                store.add("job/step", 1)
-    background_loop().run(server.close())
 
 
 async def test_killed_daemon_restores_shared_leases(tmp_path, eventually):
@@ -212,5 +186,5 @@ async def test_killed_daemon_restores_shared_leases(tmp_path, eventually):
         await stores[1].close()
         await eventually(lambda: len(server.state.keys) == 1)
     async with await StoreServer.start("127.0.0.1", 0, config=config, data=tmp_path) as server:
-        assert server.state.contents().values == {"k": b"w"}
+        assert server.state.gather()().values == {"k": b"w"}
         assert server.state.queues.num_items == 0

@@ -1,30 +1,40 @@
-"""Watches of a key, and of all keys under a prefix: the store sends each change to them. Part of `machine`. No I/O."""
+"""Streams: subscriptions to a channel, watches of a key, and watches of all keys under a prefix. No I/O.
+
+Part of `machine`. A published message goes to the present subscriptions and is not stored.
+"""
 
 from __future__ import annotations
 
 import itertools
 
 from asyncdist.store.protocol.operations import CHANGED, GONE, Reason
-from asyncdist.store.state.limits import SizeLimits
-from asyncdist.store.state.model import Place, RequestRefused, drop_from, named
+from asyncdist.store.state.model import Place, RequestRefused, SizeLimits, drop_from, named
 from asyncdist.store.state.requests import OpenRequests
 
 
-class Watches:
-    """The open watches. A message to a watch begins with `CHANGED` or `GONE`."""
+class OpenStreams:
+    """The open subscriptions and watches. A message to a watch begins with `CHANGED` or `GONE`."""
 
     def __init__(self, limits: SizeLimits, requests: OpenRequests) -> None:
         self._limits = limits
         self._requests = requests
+        self._of_channels: dict[str, dict[Place, None]] = {}
         self.of_keys: dict[str, dict[Place, None]] = {}
         self.of_prefixes: dict[str, dict[Place, None]] = {}
         self._num_prefixes: dict[int, int] = {}
         """By length, how many prefixes are watched."""
 
+    def publish(self, channel: str, message: bytes) -> int:
+        self._limits.check(channel, len(message))
+        places = self._of_channels.get(channel, {})
+        self._requests.publish(places, message)
+        return len(places)
+
+    def subscribe(self, place: Place, channel: str) -> None:
+        self._requests.open_in(self._of_channels, place, channel)
+
     def watch(self, place: Place, key: str) -> None:
-        """Watch a key."""
-        self._requests.open(place, self._unwatch, key)
-        self.of_keys.setdefault(key, {})[place] = None
+        self._requests.open_in(self.of_keys, place, key)
 
     def watch_prefix(self, place: Place, prefix: str, values: dict[str, bytes]) -> list[str | bytes]:
         """Watch all keys under a prefix; return the present ``values``, each after its key.
@@ -57,9 +67,6 @@ class Watches:
         if matching:
             name = key.encode()
             self._requests.publish(matching, b"".join((kind, len(name).to_bytes(4, "little"), name, content)))
-
-    def _unwatch(self, place: Place, key: str) -> None:
-        drop_from(self.of_keys, key, place)
 
     def _unwatch_prefix(self, place: Place, prefix: str) -> None:
         drop_from(self.of_prefixes, prefix, place)
