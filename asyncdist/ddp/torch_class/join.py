@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from asyncdist.ddp.uneven_inputs import Joining, StepKind
 from asyncdist.errors import UsageError
 
@@ -50,35 +48,6 @@ def notify(model: Any) -> Joining | None:
     return joining
 
 
-def join_hook(model: Any, **kwargs: Any) -> TorchJoinHook:
-    """Return the hook with which torch's context includes a model.
-
-    The group must be one of torch.distributed on the back end "asyncdist". In a world of `init_process_group`, use
-    `DistributedDataParallel.join`.
-
-    Args:
-        model: The wrapped model.
-        kwargs: ``divide_by_initial_world_size``, as in `DistributedDataParallel.join`; other names are ignored.
-
-    Raises:
-        UsageError: The group of the model is not one of torch.distributed.
-    """
-    process_group(model)
-    divides_by_all = kwargs.get("divide_by_initial_world_size", True)
-    # A context that an exception ended has called no hook.
-    if model._torch_joining is not None:
-        model._torch_joining.close()
-    joining = Joining(model.process_group, model.module, divides_by_all=divides_by_all, throws=False)
-    model._torch_joining = joining
-    return TorchJoinHook(model, joining)
-
-
-def device(model: Any) -> torch.device:
-    """Return the device of the tensors with which torch's context counts ranks."""
-    found: torch.device = model.device
-    return found
-
-
 def counted_group(torch_group: Any, alternative: str = "") -> Any:
     """Return the process group of torch whose ranks torch's context counts.
 
@@ -95,8 +64,3 @@ def counted_group(torch_group: Any, alternative: str = "") -> Any:
             'torch.distributed.init_process_group("asyncdist") and pass its group as process_group'
         )
     return torch_group
-
-
-def process_group(model: Any) -> Any:
-    """Return the process group of torch whose ranks torch's context counts. Raises UsageError as `counted_group` does."""
-    return counted_group(model._torch_group, "use `with model.join():`, or ")
