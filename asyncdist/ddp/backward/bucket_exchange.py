@@ -140,7 +140,7 @@ class BucketExchange:
 
 
 class _RetrievedErrors:
-    """A context that, if it raises, retrieves the exceptions of all works, so that none is logged."""
+    """A context that, if it raises, retrieves the exceptions of all all-reduces, so that none is logged."""
 
     def __init__(self, works: Sequence[Work | HookResult]) -> None:
         self._works = works
@@ -150,5 +150,7 @@ class _RetrievedErrors:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
+            # The futures of hooks log no exception that is never retrieved.
             for work in self._works:
-                work.exception()
+                if not isinstance(work, HookResult):
+                    work.exception()
