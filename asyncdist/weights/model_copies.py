@@ -49,7 +49,6 @@ class ModelCopy:
 
     @property
     def version(self) -> Version:
-        """The version that it shows."""
         assert self.held is not None
         return self.held.version
 
@@ -137,7 +136,6 @@ class ModelCopies:
             return self._current
 
     def end_reading(self, read: ModelCopy) -> None:
-        """End one reading of a copy."""
         with self._lock:
             read.num_readers -= 1
             is_drained = not read.num_readers and read is not self._current
@@ -164,7 +162,6 @@ class ModelCopies:
             spare.num_readers += 1
 
     def make_current(self, shown: ModelCopy) -> None:
-        """Let new requests read a copy."""
         with self._lock:
             self._current = shown
 

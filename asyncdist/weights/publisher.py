@@ -7,12 +7,11 @@ from typing import Self
 
 from asyncdist.base.background_loop import run_in_background
 from asyncdist.base.deadline import Timeout
-from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.weights.publishing import Publishing, Source
+from asyncdist.weights.publishing import PublisherBase
 from asyncdist.weights.transfer.version_table import ReaderStatus, Version
 
 
-class Publisher(ProcessBound):
+class Publisher(PublisherBase):
     """Publishes versions of a model's parameters and persistent buffers. An asynchronous context manager.
 
     A version is a copy of the tensors in memory that the processes of this host share; a publisher uses up to ``keep``
@@ -44,13 +43,6 @@ class Publisher(ProcessBound):
         ...             version = await publisher.publish(step)
     """
 
-    _elsewhere = "the other process enters one of its own: send the URL of the job instead"
-
-    def __init__(
-        self, source: Source, *, job: str, name: str = "weights", keep: int = 2, timeout: Timeout = None
-    ) -> None:
-        self._publishing = Publishing(source, job, name, keep, timeout)
-
     async def __aenter__(self) -> Self:
         """Enter the job, and take over from the publisher before.
 
@@ -68,11 +60,6 @@ class Publisher(ProcessBound):
 
     async def __aexit__(self, *error: object) -> None:
         await run_in_background(self._publishing.close())
-
-    @property
-    def incarnation(self) -> int:
-        """The number of this publisher: 1 for the first of these weights, and one more for each later one."""
-        return self._publishing.incarnation
 
     async def publish(self, step: int | None = None) -> Version:
         """Make the present values of the tensors the newest version.

@@ -12,6 +12,7 @@ from torch import nn
 
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.error_text import describe_error
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.config import Config
 from asyncdist.errors import StoreError, UnsupportedError, UsageError, WaitTimeoutError
 from asyncdist.weights.errors import PublisherReplacedError, WeightsError
@@ -26,15 +27,7 @@ Source = nn.Module | Mapping[str, torch.Tensor]
 
 
 class Publishing:
-    """A publisher. All methods but the constructor are called on one loop.
-
-    Args:
-        source: What is published.
-        job: The job at a store daemon.
-        name: The name of the weights there.
-        keep: The number of versions that readers can get.
-        timeout: Limit of each operation of the store.
-    """
+    """A publisher, with the arguments of `Publisher`. All methods but the constructor are called on one loop."""
 
     def __init__(self, source: Source, job: str, name: str, keep: int, timeout: Timeout) -> None:
         if not isinstance(keep, int) or keep < 1:
@@ -55,7 +48,6 @@ class Publishing:
         self._replaced: PublisherReplacedError | None = None
 
     async def open(self) -> None:
-        """Enter the job, and take over from the publisher before."""
         tensors_of(self._source)
         self._exchange = await WeightsExchange.open(
             self._job, self._name, label="publisher", config=self._config, timeout=self._timeout
@@ -87,7 +79,6 @@ class Publishing:
     # -- publishing ----------------------------------------------------------------------------
 
     async def publish(self, step: int | None) -> Version:
-        """Copy the tensors, and make the copy the newest version."""
         exchange = self._opened()
         async with self._publishing:
             if self._replaced is not None:
@@ -120,7 +111,6 @@ class Publishing:
         return held.version
 
     async def _clean(self, exchange: WeightsExchange) -> None:
-        """Give up the versions that are not kept."""
         try:
             while len(self._kept) > self._keep:
                 await exchange.drop(self._kept.pop(0)[0])
@@ -173,7 +163,6 @@ class Publishing:
     # -- readers -------------------------------------------------------------------------------
 
     async def readers(self) -> list[ReaderStatus]:
-        """Return what the subscribers use."""
         return await self._opened().table.readers()
 
     async def wait_for_readers(self, version: Version | None, timeout: Timeout) -> list[ReaderStatus]:
@@ -200,6 +189,22 @@ class Publishing:
         if self._exchange is None:
             raise UsageError("the publisher is not open: use it inside its (async) with block")
         return self._exchange
+
+
+class PublisherBase(ProcessBound):
+    """What the awaited and the blocking publisher have in common."""
+
+    _elsewhere = "the other process enters one of its own: send the URL of the job instead"
+
+    def __init__(
+        self, source: Source, *, job: str, name: str = "weights", keep: int = 2, timeout: Timeout = None
+    ) -> None:
+        self._publishing = Publishing(source, job, name, keep, timeout)
+
+    @property
+    def incarnation(self) -> int:
+        """The number of this publisher: 1 for the first of these weights, and one more for each later one."""
+        return self._publishing.incarnation
 
 
 def _published(source: Source) -> Mapping[str, torch.Tensor]:

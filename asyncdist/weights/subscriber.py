@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager
 from typing import Any, Self
 
 from asyncdist.base.background_loop import run_in_background
 from asyncdist.base.deadline import Timeout
-from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.weights.content.selection import Slices
-from asyncdist.weights.publishing import Source
-from asyncdist.weights.subscribing import Subscribing
+from asyncdist.weights.subscribing import SubscriberBase
 from asyncdist.weights.transfer.version_table import Version
 
 
-class Subscriber(ProcessBound):
+class Subscriber(SubscriberBase):
     """Receives versions of a model's parameters and persistent buffers. An asynchronous context manager and iterator.
 
     It has several copies of the model. Requests read the current one, inside `reading`. A new version arrives while
@@ -58,20 +54,6 @@ class Subscriber(ProcessBound):
         >>> with subscriber.reading() as (model, version):
         ...     answer = {"digit": int(model(pixels).argmax()), "version": version.number}
     """
-
-    _elsewhere = "the other process enters one of its own: send the URL of the job instead"
-
-    def __init__(
-        self,
-        like: Source | None = None,
-        *,
-        job: str,
-        name: str = "weights",
-        slices: Slices | None = None,
-        copies: int = 2,
-        timeout: Timeout = None,
-    ) -> None:
-        self._subscribing = Subscribing(like, job, name, slices, copies, timeout)
 
     async def __aenter__(self) -> Self:
         """Enter the job.
@@ -138,22 +120,3 @@ class Subscriber(ProcessBound):
             self._subscribing.withdraw(shown)
             raise
         await run_in_background(self._subscribing.commit(shown))
-
-    def reading(self) -> AbstractContextManager[tuple[Any, Version]]:
-        """Return a context in which the current copy does not change: the model, or dict of tensors, and its version.
-
-        Any thread may enter it, and it may be left in another one. Keep no tensor of the model beyond it.
-
-        Raises:
-            WeightsError: On entry: no version has been swapped in yet.
-
-        Example:
-            >>> with subscriber.reading() as (model, version):
-            ...     outputs = model(inputs)
-        """
-        return self._subscribing.reading()
-
-    @property
-    def current(self) -> Version | None:
-        """The version that new requests read; None before the first."""
-        return self._subscribing.current

@@ -8,12 +8,14 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.callables import Predicate
 from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, StoreError, UnsupportedError, UsageError, WaitTimeoutError
 from asyncdist.weights.content.manifest import Manifest
@@ -32,16 +34,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 
 
 class Subscribing:
-    """A subscriber. All methods but the constructor and `reading` are called on one loop.
-
-    Args:
-        like: A module or tensors like those of the reader; None for all tensors.
-        job: The job at a store daemon.
-        name: The name of the weights there.
-        slices: Which part of a tensor the reader has.
-        copies: The number of copies.
-        timeout: Limit of each operation of the store.
-    """
+    """A subscriber, with the arguments of `Subscriber`. All methods but `reading` are called on one loop."""
 
     def __init__(
         self, like: Source | None, job: str, name: str, slices: Slices | None, copies: int, timeout: Timeout
@@ -78,7 +71,6 @@ class Subscribing:
         self._failure: Exception | None = None
 
     async def open(self) -> None:
-        """Enter the job, and begin to watch its versions."""
         self._loop = asyncio.get_running_loop()
         self._exchange = await WeightsExchange.open(
             self._job, self._name, label="subscriber", config=self._config, timeout=self._timeout
@@ -283,3 +275,40 @@ class Subscribing:
             current.incarnation,
         )
         await exchange.table.report(status)
+
+
+class SubscriberBase(ProcessBound):
+    """What the awaited and the blocking subscriber have in common."""
+
+    _elsewhere = "the other process enters one of its own: send the URL of the job instead"
+
+    def __init__(
+        self,
+        like: Source | None = None,
+        *,
+        job: str,
+        name: str = "weights",
+        slices: Slices | None = None,
+        copies: int = 2,
+        timeout: Timeout = None,
+    ) -> None:
+        self._subscribing = Subscribing(like, job, name, slices, copies, timeout)
+
+    def reading(self) -> AbstractContextManager[tuple[Any, Version]]:
+        """Return a context in which the current copy does not change: the model, or dict of tensors, and its version.
+
+        Any thread may enter it, and it may be left in another one. Keep no tensor of the model beyond it.
+
+        Raises:
+            WeightsError: On entry: no version has been swapped in yet.
+
+        Example:
+            >>> with subscriber.reading() as (model, version):
+            ...     outputs = model(inputs)
+        """
+        return self._subscribing.reading()
+
+    @property
+    def current(self) -> Version | None:
+        """The version that new requests read; None before the first."""
+        return self._subscribing.current

@@ -108,7 +108,7 @@ class Nonsense:
         config = Config.from_environment()
         exchange = await WeightsExchange.open(self.job, "weights", label="other", config=config, timeout=LIMIT)
         async with exchange.table.holders(await exchange.table.latest()) as holders:
-            (holder,) = holders.present.values()
+            (holder,) = holders.values()
         port = ChannelPort(
             self, host="127.0.0.1", service="weights weights", job="job", token=self.token, config=config, label="other"
         )

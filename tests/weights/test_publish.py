@@ -218,7 +218,7 @@ async def test_version_that_cannot_be_shown_is_dropped_although_its_swap_is_canc
         with pytest.raises(asyncio.CancelledError):
             await showing
         async with table_of(job) as table, table.holders(version) as holders:
-            await eventually(lambda: len(holders.present) == 1)
+            await eventually(lambda: len(holders) == 1)
 
 
 async def test_cancelled_look_at_the_holders_leaves_no_task(job, eventually):

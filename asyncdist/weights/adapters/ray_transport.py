@@ -84,7 +84,6 @@ class AsyncdistTensorTransport(TensorTransportManager):  # type: ignore[misc]
         self._receiving: dict[str, Future[list[torch.Tensor]]] = {}
 
     def tensor_transport_backend(self) -> str:
-        """Return the name of the transport."""
         return RAY_TRANSPORT
 
     @staticmethod

@@ -107,7 +107,6 @@ class AsyncdistWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         _reload("finalize_layerwise_reload")(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Leave the job."""
         subscriber, self._subscriber = self._subscriber, None
         if subscriber is not None:
             subscriber.__exit__()

@@ -45,12 +45,10 @@ class TensorPlace:
 
     @property
     def count(self) -> int:
-        """The number of its elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The number of its bytes."""
         return self.count * self.dtype.itemsize
 
 
@@ -115,7 +113,6 @@ class WeightsLayout:
         return hashlib.blake2b(msgpack.packb(self.describe()), digest_size=12).hexdigest()
 
     def describe(self) -> list[list[object]]:
-        """Return the layout as plain data."""
         return [
             [place.name, DTYPE_NUMBERS[place.dtype], list(place.shape), place.shared_with]
             for place in self.places.values()

@@ -29,7 +29,6 @@ class Manifest:
     digests: NDArray[np.uint64]
 
     def encode(self) -> bytes:
-        """Return the manifest as bytes."""
         packed: bytes = msgpack.packb((_FORMAT, self.layout.describe(), self.digests.astype("<u8").tobytes()))
         return packed
 

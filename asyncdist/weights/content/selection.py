@@ -59,7 +59,6 @@ class Selection:
         return cls(parts, WeightsLayout(tensors, ties), key)
 
     def describe(self) -> list[list[object]]:
-        """Return the parts as plain data."""
         return [[name, ranges] for name, ranges in self.parts.items()]
 
     @classmethod
@@ -81,7 +80,6 @@ class Selection:
 
 
 def whole_selection(layout: WeightsLayout) -> Selection:
-    """Return the selection of all tensors."""
     return Selection.of(layout, dict.fromkeys(layout.places))
 
 

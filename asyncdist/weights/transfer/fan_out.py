@@ -25,7 +25,6 @@ class StoreRecord:
     """A record at the store, as JSON. A derived class has the fields."""
 
     def encode(self) -> bytes:
-        """Return the record as bytes."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod

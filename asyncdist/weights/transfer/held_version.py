@@ -31,6 +31,7 @@ class HeldVersion:
         num_blocks: The number of blocks that are here.
         is_lost: Whether a process that had mapped the memory vanished, so that it may still read it.
         is_abandoned: Whether no further block will arrive.
+        entry: The name by which readers ask for it; empty until it is offered.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class HeldVersion:
         self.num_blocks = 0
         self.is_lost = False
         self.is_abandoned = False
+        self.entry = ""
         self._on_unused = on_unused
         self._uses = 1
         self._waiters: list[asyncio.Future[None]] = []
@@ -53,12 +55,10 @@ class HeldVersion:
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks of the selection."""
         return self.selection.layout.blocks
 
     @property
     def is_complete(self) -> bool:
-        """Whether all blocks are here."""
         return self.num_blocks == len(self.blocks)
 
     def place(self, memory: OwnSegment | ReadMapping) -> None:
@@ -78,11 +78,9 @@ class HeldVersion:
     # -- content -------------------------------------------------------------------------------
 
     def array(self, block: Block) -> NDArray[np.uint8]:
-        """Return the memory of a block."""
         return self._array[block.offset : block.offset + block.nbytes]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor of the selection, in place."""
         return self._tensor(self.selection.layout.places[name])
 
     def _tensor(self, place: TensorPlace) -> torch.Tensor:
@@ -109,12 +107,10 @@ class HeldVersion:
     # -- progress ------------------------------------------------------------------------------
 
     def advance(self, num_blocks: int) -> None:
-        """Note that the first ``num_blocks`` blocks are here."""
         self.num_blocks = num_blocks
         self._wake()
 
     def abandon(self) -> None:
-        """Note that no further block will arrive."""
         self.is_abandoned = True
         self._wake()
 

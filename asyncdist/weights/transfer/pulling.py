@@ -172,7 +172,6 @@ class VersionPuller:
         pull.arriving[message] = None
 
     def completed(self, message: IncomingMessage) -> None:
-        """Take blocks that have arrived."""
         if message.context is not None:
             pull, numbers = message.context
             pull.arriving.pop(message, None)
@@ -180,14 +179,12 @@ class VersionPuller:
                 pull.arrived(numbers)
 
     def withdrawn(self, message: IncomingMessage) -> None:
-        """Note that a source has given up a message."""
         if message.context is not None:
             pull, _ = message.context
             pull.arriving.pop(message, None)
             pull.fail(WeightsError(f"{pull.channel.peer.name} has stopped sending"))
 
     def received(self, channel: PeerChannel, fields: Sequence[Any], buffers: Sequence[memoryview]) -> None:
-        """Take small blocks."""
         pull = self._pulls.get((channel, fields[0]))
         if pull is None or pull.outcome.done():
             return
@@ -229,12 +226,10 @@ class VersionPuller:
         pull.outcome.set_result((mappings[segment], selection))
 
     def alive(self, channel: PeerChannel, number: int) -> None:
-        """Note that a source is alive."""
         if (pull := self._pulls.get((channel, number))) is not None:
             pull.signs += 1
 
     def refused(self, channel: PeerChannel, number: int, reason: str) -> None:
-        """Note that a source does not give a version."""
         if (pull := self._pulls.get((channel, number))) is not None:
             pull.fail(WeightsError(f"{channel.peer.name} refuses: {reason}"))
 
@@ -244,7 +239,6 @@ class VersionPuller:
             mappings.pop(segment, None)
 
     def closed(self, channel: PeerChannel, error: AsyncdistError) -> None:
-        """Note that a channel has ended."""
         self._mappings.pop(channel, None)
         for pull in list(self._pulls.values()):
             if pull.channel is channel:

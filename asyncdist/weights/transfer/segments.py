@@ -68,7 +68,6 @@ class SegmentPool:
             raise
 
     def give_back(self, segment: OwnSegment) -> None:
-        """Take a segment that no process uses any more."""
         if self._is_closed:
             segment.close()
             return

@@ -57,7 +57,6 @@ class VersionServer:
         self._requests: dict[tuple[PeerChannel, int], _Request] = {}
 
     def ask(self, channel: PeerChannel, question: Question) -> None:
-        """Begin to answer a question."""
         key = channel, question.number
         if key in self._requests or sum(each is channel for each, _ in self._requests) >= _MOST_REQUESTS:
             raise ProtocolError(f"request {question.number} of {channel.peer.name} is open, or one of too many")
@@ -97,7 +96,6 @@ class VersionServer:
             request.task.cancel()
 
     async def close(self) -> None:
-        """End all requests."""
         tasks = [request.task for request in self._requests.values()]
         for channel in {channel for channel, _ in self._requests}:
             self.closed(channel)

@@ -56,13 +56,11 @@ class Question:
     known: Sequence[str]
 
     def encode(self) -> tuple[bytes, list[memoryview]]:
-        """Return the head and the buffers of the message."""
         head = msgpack.packb([ASK, self.number, self.entry, self.selection, self.first, self.maps, list(self.known)])
         return head, [] if self.parts is None else [memoryview(msgpack.packb(self.parts))]
 
     @classmethod
     def decode(cls, fields: Sequence[Any], buffers: Sequence[memoryview]) -> Question:
-        """Return a question. Raises ProtocolError."""
         try:
             number, entry, selection, first, maps, known = fields
             parts = msgpack.unpackb(buffers[0]) if buffers else None
@@ -74,7 +72,6 @@ class Question:
 
 
 def encode(kind: int, *fields: Any) -> bytes:
-    """Return the head of another message."""
     packed: bytes = msgpack.packb([kind, *fields])
     return packed
 

@@ -87,13 +87,11 @@ class TransferPort:
 
     @property
     def address(self) -> ChannelAddress:
-        """Where this port answers."""
         return self.channels.address
 
     # -- versions that this process has --------------------------------------------------------
 
     def new_held(self, version: Version, selection: Selection, manifest: Manifest) -> HeldVersion:
-        """Return a version that has no blocks yet."""
         digests = manifest.digests
         if selection.key:
             digests = np.zeros(len(selection.layout.blocks), dtype=np.uint64)
@@ -118,12 +116,12 @@ class TransferPort:
 
     def offer(self, held: HeldVersion, entry: str) -> None:
         """Give a version to readers from now on, as they ask for this entry."""
+        held.entry = entry
         self._versions[entry] = held
 
     def drop(self, held: HeldVersion) -> None:
         """Give a version to readers no more. Its memory is used again when those that read it now have ended."""
-        for entry in [each for each, offered in self._versions.items() if offered is held]:
-            del self._versions[entry]
+        self._versions.pop(held.entry, None)
         held.abandon()
         held.release()
 
@@ -203,42 +201,30 @@ class TransferPort:
     def received(
         self, channel: PeerChannel, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]
     ) -> None:
-        """Handle a short message."""
         unused = list(descriptors)
         try:
             kind, fields = decode(head)
-            self._handle(channel, kind, fields, buffers, unused)
+            if kind == ASK:
+                self._server.ask(channel, Question.decode(fields, buffers))
+            elif kind == END:
+                self._server.end(channel, fields[0])
+            elif kind == BLOCKS:
+                self._puller.received(channel, fields, buffers)
+            elif kind == MAPPED:
+                self._puller.mapped(channel, fields, unused)
+            elif kind == ALIVE:
+                self._puller.alive(channel, fields[0])
+            elif kind == REFUSED:
+                self._puller.refused(channel, fields[0], fields[1])
+            elif kind == CLOSED:
+                self._puller.forget_segment(channel, fields[0])
         except (TypeError, ValueError, LookupError) as cause:
             raise ProtocolError(f"a message about weights that cannot be read: {cause}") from cause
         finally:
             for descriptor in unused:
                 os.close(descriptor)
 
-    def _handle(
-        self,
-        channel: PeerChannel,
-        kind: int,
-        fields: Sequence[Any],
-        buffers: Sequence[memoryview],
-        descriptors: list[int],
-    ) -> None:
-        if kind == ASK:
-            self._server.ask(channel, Question.decode(fields, buffers))
-        elif kind == END:
-            self._server.end(channel, fields[0])
-        elif kind == BLOCKS:
-            self._puller.received(channel, fields, buffers)
-        elif kind == MAPPED:
-            self._puller.mapped(channel, fields, descriptors)
-        elif kind == ALIVE:
-            self._puller.alive(channel, fields[0])
-        elif kind == REFUSED:
-            self._puller.refused(channel, fields[0], fields[1])
-        elif kind == CLOSED:
-            self._puller.forget_segment(channel, fields[0])
-
     def opened(self, channel: PeerChannel, message: IncomingMessage) -> None:
-        """Handle the beginning of a long message."""
         kind, fields = decode(message.head)
         if kind == BLOCKS:
             self._puller.opened(channel, message, fields)
@@ -246,7 +232,6 @@ class TransferPort:
             raise ProtocolError(f"a long message of kind {kind}")
 
     def completed(self, channel: PeerChannel, message: IncomingMessage) -> None:
-        """Handle a long message."""
         kind, fields = decode(message.head)
         if kind == ASK and message.error is None:
             self._server.ask(channel, Question.decode(fields, message.buffers))
@@ -254,10 +239,8 @@ class TransferPort:
             self._puller.completed(message)
 
     def withdrawn(self, channel: PeerChannel, message: IncomingMessage) -> None:
-        """Handle the end of a long message that its sender has given up."""
         self._puller.withdrawn(message)
 
     def closed(self, channel: PeerChannel, error: PeerLostError) -> None:
-        """Handle the end of a channel."""
         self._puller.closed(channel, error)
         self._server.closed(channel)

@@ -18,14 +18,12 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
 from urllib.parse import quote
 
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store import AsyncPrefixStore, AsyncStoreBase
-from asyncdist.store.base import AsyncPrefixWatch
 from asyncdist.store.protocol import operations
 from asyncdist.weights.errors import PublisherReplacedError
 from asyncdist.weights.transfer.fan_out import HolderRecord, StoreRecord
@@ -101,13 +99,11 @@ class VersionTable:
         await self._whole_store.request(operations.acquire_lease(f"{self._prefix}/"))
 
     async def close(self) -> None:
-        """Keep the keys no more."""
         await self._whole_store.request(operations.release_lease(f"{self._prefix}/"))
 
     # -- versions ------------------------------------------------------------------------------
 
     async def latest(self) -> Version:
-        """Return the newest version."""
         value = await self._value(_LATEST)
         return NO_VERSION if value is None else Version.decode(value)
 
@@ -192,17 +188,34 @@ class VersionTable:
         return order
 
     def update(self, version: Version, record: HolderRecord) -> asyncio.Future[None]:
-        """Replace the record of this process."""
         return self.store.set(f"{_HOLDER}{version.key}/{record.entry}", record.encode(), ephemeral=True)
 
     async def withdraw(self, version: Version, entry: str) -> None:
-        """Delete the record of this process."""
         await self.store.delete_key(f"{_HOLDER}{version.key}/{entry}")
 
-    def holders(self, version: Version) -> HoldersView:
-        """Return a view of the holders of a version; enter it."""
-        prefix = f"{_HOLDER}{version.key}/"
-        return HoldersView(self.store.watch_keys(prefix), prefix)
+    @contextlib.asynccontextmanager
+    async def holders(self, version: Version) -> AsyncIterator[Mapping[str, HolderRecord]]:
+        """Yield the records of the holders of a version by entry, which are kept current inside the block."""
+        prefix, present = f"{_HOLDER}{version.key}/", dict[str, HolderRecord]()
+
+        async def follow() -> None:
+            # Without the store the last known holders may still answer.
+            with contextlib.suppress(StoreConnectionError):
+                async for key, value in changes:
+                    entry = key.removeprefix(prefix)
+                    present.pop(entry, None)
+                    if value is not None:
+                        present[entry] = HolderRecord.decode(value)
+
+        async with self.store.watch_keys(prefix) as changes:
+            following = asyncio.create_task(follow())
+            try:
+                # Until the holders that are there now have been read, which are in the buffer of the stream.
+                await asyncio.sleep(0)
+                yield present
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
 
     async def order(self, version: Version) -> list[str]:
         """Return the entries of all that began to read a version since its publisher gave it up, or ever if it has not."""
@@ -211,11 +224,9 @@ class VersionTable:
     # -- subscribers ---------------------------------------------------------------------------
 
     async def report(self, status: ReaderStatus) -> None:
-        """Announce what this subscriber uses."""
         await self.store.set(_READER + status.process, status.encode(), ephemeral=True)
 
     async def leave(self, process: str) -> None:
-        """Withdraw what this subscriber has announced."""
         await self.store.delete_key(_READER + process)
 
     async def readers(self) -> list[ReaderStatus]:
@@ -229,46 +240,6 @@ class VersionTable:
             yield await self.readers()
             async for _ in changes:
                 yield await self.readers()
-
-
-class HoldersView:
-    """The holders of a version, kept current while this context is entered.
-
-    Attributes:
-        present: The records by entry.
-    """
-
-    def __init__(self, stream: AsyncPrefixWatch, prefix: str) -> None:
-        self.present: dict[str, HolderRecord] = {}
-        self._stream, self._prefix = stream, prefix
-        self._following: asyncio.Task[None]
-
-    async def __aenter__(self) -> Self:
-        await self._stream.__aenter__()
-        self._following = asyncio.create_task(self._follow())
-        try:
-            # Until the holders that are there now have been read, which are in the buffer of the stream.
-            await asyncio.sleep(0)
-        except BaseException as error:
-            await self.__aexit__(error)
-            raise
-        return self
-
-    async def _follow(self) -> None:
-        # Without the store the last known holders may still answer.
-        with contextlib.suppress(StoreConnectionError):
-            async for key, value in self._stream:
-                entry = key.removeprefix(self._prefix)
-                self.present.pop(entry, None)
-                if value is not None:
-                    self.present[entry] = HolderRecord.decode(value)
-
-    async def __aexit__(self, *error: object) -> None:
-        self._following.cancel()
-        try:
-            await asyncio.gather(self._following, return_exceptions=True)
-        finally:
-            await self._stream.__aexit__(*error)
 
 
 def _publisher_of(key: str) -> int:
