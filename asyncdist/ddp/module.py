@@ -22,8 +22,6 @@ from asyncdist.ddp.model_sync import Verification, broadcast_buffers, broadcast_
 from asyncdist.ddp.model_watch import ModelWatch
 from asyncdist.ddp.reducer import Reducer
 from asyncdist.ddp.torch_class import arguments
-from asyncdist.ddp.torch_class import join as torch_join
-from asyncdist.ddp.torch_class.hooks import BufferHook
 from asyncdist.ddp.torch_class.names import TorchNames
 from asyncdist.ddp.uneven_inputs import Joining, StepKind, refuse_collectives
 from asyncdist.errors import UsageError
@@ -141,8 +139,6 @@ class DistributedDataParallel(TorchNames):
         )
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = None
-        self._torch_joining: Joining | None = None
-        self.buffer_hook: BufferHook | None = None
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         group, torch_group = arguments.group_of(process_group, device_mesh)
@@ -255,7 +251,7 @@ class DistributedDataParallel(TorchNames):
             self._reducer.check()
             if self._reducer.joining is not None:
                 self._reducer.joining.check()
-        in_torch_join = torch_join.notify(self)
+        in_torch_join = self._notify_torch_join()
         if self._syncs_buffers("PRE_FORWARD"):
             self._sync_buffers()
         # A discriminator is frozen for its generator's step: the ranks have nothing to average.

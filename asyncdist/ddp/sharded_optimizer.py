@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from asyncdist.base.callables import Closure
 from asyncdist.ddp.torch_class.arguments import group_of
-from asyncdist.ddp.torch_class.join import counted_group
+from asyncdist.ddp.torch_class.names import counted_group
 from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.groups import AnyGroup, Group
 from asyncdist.kernel import Work, c10d_private, whole_number_of

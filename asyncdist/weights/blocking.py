@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout
-from asyncdist.weights.publishing import PublisherBase
-from asyncdist.weights.subscribing import SubscriberBase
+from asyncdist.weights.publisher import PublisherBase
+from asyncdist.weights.subscriber import SubscriberBase
 from asyncdist.weights.transfer.version_table import ReaderStatus, Version
 
 

@@ -20,7 +20,7 @@ from asyncdist.base.callables import Callback
 from asyncdist.errors import UsageError
 from asyncdist.weights.content.selection import Selection
 from asyncdist.weights.errors import WeightsError
-from asyncdist.weights.publishing import Source, tensors_of
+from asyncdist.weights.publisher import Source, tensors_of
 from asyncdist.weights.transfer.held_version import HeldVersion
 from asyncdist.weights.transfer.version_table import Version
 

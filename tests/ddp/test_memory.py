@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from asyncdist.ddp import DistributedDataParallel, direct_gradients
-from asyncdist.ddp.backward import bucket_memory
+from asyncdist.ddp.backward import bucket_set
 from asyncdist.kernel import torch_private
 from asyncdist.kernel.memory.shared_arena import arena, unavailable
 from tests.ddp import conftest as toy
@@ -59,13 +59,13 @@ def test_buckets_lie_in_ordinary_memory_if_shared_memory_is_full(together, monke
     def rank(group):
         model = train(group, toy.network(), steps=0)
         group.barrier(background=False).wait()
-        monkeypatch.setattr(bucket_memory, "empty", full)
+        monkeypatch.setattr(bucket_set, "empty", full)
         toy.loss_of(model, *toy.share(group, toy.samples())).backward()
         toy.assert_close(toy.gradients(model), alone(toy.network()))
         return [is_registered(parameter.grad) for parameter in model.parameters()]
 
     def full(*_, **__):
-        raise bucket_memory.SharedMemoryError(os.strerror(errno.ENOSPC))
+        raise bucket_set.SharedMemoryError(os.strerror(errno.ENOSPC))
 
     for registered in together(2, rank, transport="shm"):
         assert set(registered) == {False}

@@ -12,7 +12,7 @@ from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, PeerLostError
 from asyncdist.net import ChannelAddress, ChannelPort
 from asyncdist.weights import Publisher, Subscriber
-from asyncdist.weights.content.manifest import Manifest
+from asyncdist.weights.content.layout import Manifest
 from asyncdist.weights.content.selection import whole_selection
 from asyncdist.weights.errors import DigestError
 from asyncdist.weights.transfer.exchange import WeightsExchange

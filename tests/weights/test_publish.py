@@ -25,8 +25,8 @@ from asyncdist.sync import weights as blocking
 from asyncdist.weights import Publisher, Subscriber
 from asyncdist.weights.errors import PublisherReplacedError, WeightsError
 from asyncdist.weights.model_copies import ModelCopy
-from asyncdist.weights.publishing import Publishing
-from asyncdist.weights.subscribing import Subscribing
+from asyncdist.weights.publisher import Publishing
+from asyncdist.weights.subscriber import Subscribing
 from asyncdist.weights.transfer.fan_out import HolderRecord
 from asyncdist.weights.transfer.version_table import VersionTable, new_version
 from tests.weights.conftest import fill, network, values

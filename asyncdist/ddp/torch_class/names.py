@@ -16,8 +16,7 @@ from asyncdist.ddp import model_sync
 from asyncdist.ddp.reducer import Reducer
 from asyncdist.ddp.torch_class import hooks
 from asyncdist.ddp.torch_class.arguments import WITH_TORCH, default_limits, group_of, moved
-from asyncdist.ddp.torch_class.join import TorchJoinHook, counted_group
-from asyncdist.ddp.uneven_inputs import Joining
+from asyncdist.ddp.uneven_inputs import Joining, StepKind
 from asyncdist.errors import UsageError
 
 _CHECKPOINT_PROBE = "_fqn_modifiers"
@@ -42,6 +41,49 @@ _COMPUTED: dict[str, Callable[[Any, Reducer], Any]] = {
 """Attributes of torch's class that describe a model, with functions of the model and its reducer that return them."""
 
 
+class TorchJoinHook:
+    """The hook that torch's `torch.distributed.algorithms.Join` calls on ranks that have run out of inputs.
+
+    Torch's context counts the ranks with inputs once for each forward, and calls `main_hook` once for each forward of
+    these ranks.
+    """
+
+    def __init__(self, model: Any, joining: Joining) -> None:
+        self._model, self._joining = model, joining
+
+    def main_hook(self) -> None:
+        """Follow the other ranks through one forward and its backward."""
+        while self._model._stand_in_once(self._joining) is StepKind.refresh:
+            pass
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Receive the model of the last ranks, when all ranks have run out."""
+        try:
+            self._model._sync_last(self._joining)
+        finally:
+            # torch's context leaves its configuration behind.
+            vars(self._model).pop("_join_config", None)
+            self._model._stop_joining(self._joining)
+
+
+def counted_group(torch_group: Any, alternative: str = "") -> Any:
+    """Return the process group of torch whose ranks torch's context counts.
+
+    Args:
+        torch_group: The group of torch.distributed that a model or an optimizer was given; None without one.
+        alternative: The advice in the error before that to pass such a group.
+
+    Raises:
+        UsageError: There is no such group.
+    """
+    if torch_group is None:
+        raise UsageError(
+            f"torch's Join needs a process group of torch.distributed: {alternative}call "
+            'torch.distributed.init_process_group("asyncdist") and pass its group as process_group'
+        )
+    return torch_group
+
+
 def _option(name: str) -> property:
     return property(lambda model: getattr(model._options, name), doc="The argument of this name.")
 
@@ -52,6 +94,8 @@ class TorchNames(nn.Module):
     As in torch, type checkers know no attributes of the user's class.
     """
 
+    buffer_hook: hooks.BufferHook | None = None
+    _torch_joining: Joining | None = None
     find_unused_parameters = _option("find_unused_parameters")
     gradient_as_bucket_view = _option("gradient_as_bucket_view")
     static_graph = _option("static_graph")
@@ -124,6 +168,20 @@ class TorchNames(nn.Module):
     def join_process_group(self: Any) -> Any:
         """The process group of torch whose ranks torch's context counts. Raises UsageError as `counted_group` does."""
         return counted_group(self._torch_group, "use `with model.join():`, or ")
+
+    def _notify_torch_join(self: Any) -> Joining | None:
+        """Tell torch's context that a forward begins; return what it does, or None outside such a context."""
+        config = vars(self).get("_join_config")
+        if config is None or not config.enable:
+            return None
+        from torch.distributed.algorithms.join import Join
+
+        work: Any = Join.notify_join_context(self)
+        if work is not None:
+            work.wait()
+        joining: Joining | None = self._torch_joining
+        self._reducer.joining = joining
+        return joining
 
     # -- private --------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.net import ChannelAddress
 from asyncdist.rendezvous import outward
-from asyncdist.weights.content.manifest import Manifest
+from asyncdist.weights.content.layout import Manifest
 from asyncdist.weights.content.selection import whole_selection
 from asyncdist.weights.transfer.held_version import HeldVersion
 from asyncdist.weights.transfer.transfer_port import TransferPort

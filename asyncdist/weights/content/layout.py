@@ -1,7 +1,7 @@
 """Where the tensors of a version lie in its memory, and the blocks in which the memory is copied and verified. No I/O.
 
 The tensors follow each other, each contiguous and aligned to a cache line. A block is a part of one tensor, so that an
-error in a block names its tensor.
+error in a block names its tensor. The publisher puts the manifest into the store: the layout and the digests of the blocks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from functools import cached_property
 from typing import Any
 
 import msgpack
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncdist.errors import ProtocolError, UnsupportedError
 from asyncdist.kernel import ALIGNMENT, DTYPE_NUMBERS, DTYPES
+from asyncdist.weights.content.digest import DIGEST_NBYTES
 
 BLOCK_NBYTES = 1 << 20
 """The most bytes of a block. A host passes a block on as soon as it has it."""
+_FORMAT = 1
+"""Of a manifest. Changes with the encoding, the layout rules and the digest."""
 _MOST_NBYTES = 1 << 50
 """More than any version has; a larger one is damage."""
 
@@ -168,3 +173,43 @@ def check_publishable(name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.dtype not in DTYPE_NUMBERS:
         raise UnsupportedError(f"{name} has the dtype {tensor.dtype}, which asyncdist does not carry")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a reader must know of a version before it copies the bytes.
+
+    Attributes:
+        layout: The places of its tensors.
+        digests: The digest of each block.
+    """
+
+    layout: WeightsLayout
+    digests: NDArray[np.uint64]
+
+    def encode(self) -> bytes:
+        packed: bytes = msgpack.packb((_FORMAT, self.layout.describe(), self.digests.astype("<u8").tobytes()))
+        return packed
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """Return the manifest that `encode` has written.
+
+        Raises:
+            ProtocolError: The bytes are damaged, or a publisher of another version of asyncdist wrote them.
+        """
+        try:
+            number, description, digests = msgpack.unpackb(data)
+        except (ValueError, TypeError, msgpack.UnpackException) as cause:
+            raise ProtocolError(f"a manifest that cannot be read: {cause}") from cause
+        if number != _FORMAT:
+            raise ProtocolError(f"a manifest of format {number!r}: run the same asyncdist in all processes of the job")
+        layout = WeightsLayout.of_description(description)
+        # Before the blocks are counted, because a damaged shape may claim 2^50 bytes.
+        if type(digests) is not bytes or len(digests) % DIGEST_NBYTES:
+            raise ProtocolError("a manifest whose digests cannot be read")
+        if layout.count_blocks() * DIGEST_NBYTES != len(digests):
+            raise ProtocolError(
+                f"a manifest of {layout.count_blocks()} blocks with {len(digests) // DIGEST_NBYTES} digests"
+            )
+        return cls(layout, np.frombuffer(digests, dtype="<u8"))

@@ -18,7 +18,7 @@ from asyncdist.errors import AsyncdistError, StoreError
 from asyncdist.kernel import can_share_segments
 from asyncdist.net import ChannelAddress
 from asyncdist.rendezvous import JobDirectory
-from asyncdist.weights.content.manifest import Manifest
+from asyncdist.weights.content.layout import Manifest
 from asyncdist.weights.content.selection import Selection
 from asyncdist.weights.errors import DigestError, WeightsError
 from asyncdist.weights.transfer.fan_out import HolderRecord, ranked_sources

@@ -110,12 +110,8 @@ class VersionPuller:
     async def pull(self, channel: PeerChannel, entry: str, held: HeldVersion, *, maps: bool) -> MappedSource | None:
         """Get a version from a source.
 
-        Args:
-            held: What to fill, from the first block that it lacks on.
-            maps: Map the memory of the source, instead of copying its blocks.
-
-        Returns:
-            None once all blocks are here; the mapping if the memory is mapped.
+        It fills ``held`` from the first block that it lacks on, and returns None; with ``maps`` it maps the memory of the
+        source instead of copying its blocks.
 
         Raises:
             AsyncdistError: The source does not have it any more, has stalled, has sent wrong bytes, or was lost.

@@ -20,8 +20,7 @@ from asyncdist.config import Config
 from asyncdist.errors import PeerLostError, ProtocolError, SharedMemoryError
 from asyncdist.kernel import can_share_segments
 from asyncdist.net import ChannelAddress, ChannelPort, IncomingMessage, PeerChannel
-from asyncdist.weights.content.layout import layout_of
-from asyncdist.weights.content.manifest import Manifest
+from asyncdist.weights.content.layout import Manifest, layout_of
 from asyncdist.weights.content.selection import Selection, whole_selection
 from asyncdist.weights.snapshot import take_snapshot
 from asyncdist.weights.transfer.held_version import HeldVersion
@@ -52,15 +51,8 @@ _NUM_THREADS = 2
 class TransferPort:
     """Gives the versions that this process has, and gets those that it asks for.
 
-    Args:
-        host: The address of this machine at which it listens for other hosts.
-        service: Ports of different services do not connect.
-        label: The role of this process, for messages.
-
-    Attributes:
-        threads: Threads for copies.
-        pool: Memory for versions that this process writes.
-        channels: The port for channels.
+    It listens for other hosts at the address ``host``. Ports of different ``service`` do not connect. ``label`` is the role
+    of this process in messages.
     """
 
     def __init__(self, *, host: str, service: str, job: str, token: str | None, config: Config, label: str) -> None:
