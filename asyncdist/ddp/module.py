@@ -391,7 +391,7 @@ class DistributedDataParallel(TorchNames):
             joining.warn_of_older_optimizers()
 
     def _stop_joining(self, joining: Joining) -> None:
-        joining.close()
+        joining.optimizers.close()
         self._reducer.joining = None
         # Ranks may have left after different forwards.
         self.require_forward_param_sync = True

@@ -25,9 +25,7 @@ _MOST_ROWS = 16
 def describe_step(step: StepTimes, names: Sequence[Sequence[str]]) -> str:
     """Return a sentence with the times of a step, how much communication was hidden, and which parameters came last.
 
-    Args:
-        step: The times of a step.
-        names: The names of the parameters in each bucket.
+    ``names`` are those of the parameters in each bucket.
     """
     last = max(step.buckets, key=lambda bucket: bucket.ready, default=None)
     late = "" if last is None else f"; the last gradients were those of {_some(names[last.index])}"

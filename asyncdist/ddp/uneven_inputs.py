@@ -47,7 +47,7 @@ class Joining:
 
     def __init__(self, group: Group, module: nn.Module, *, divides_by_all: bool, throws: bool) -> None:
         self.active = list(range(group.size()))
-        self._optimizers = OptimizerWatch(module.parameters())
+        self.optimizers = OptimizerWatch(module.parameters())
         self._group = group
         self._divides_by_all = divides_by_all
         self._throws = throws
@@ -56,8 +56,6 @@ class Joining:
     def is_even(self) -> bool:
         """Whether no rank has run out before another."""
         return len(self.active) == self._group.size()
-
-    # -- a rank that has inputs -----------------------------------------------------------------
 
     def check(self) -> None:
         """Raise UnevenInputsError if a rank has run out of inputs and ``throws`` is set."""
@@ -81,26 +79,18 @@ class Joining:
             self._announce(StepKind.average)
         return self.present_reduction
 
-    # -- a rank that has run out ----------------------------------------------------------------
-
     def stand_in(self) -> StepKind:
         """Return the next step of the ranks with inputs left, which this rank follows; ``end`` without such ranks.
 
         With ``throws``, raise UnevenInputsError if another rank has inputs left.
         """
-        self._optimizers.stands_in = True
+        self.optimizers.stands_in = True
         return self._announce(StepKind.end)
-
-    # -- all ------------------------------------------------------------------------------------
 
     def warn_of_older_optimizers(self) -> None:
         """Let the next step warn if this rank ran out before others and its optimizers' state is still the older one."""
         if self._group.rank() not in self.active:
-            self._optimizers.warn_at_next_steps(self._group.ranks[self.active[-1]])
-
-    def close(self) -> None:
-        """End the block on this rank. Idempotent."""
-        self._optimizers.close()
+            self.optimizers.warn_at_next_steps(self._group.ranks[self.active[-1]])
 
     @property
     def present_reduction(self) -> Reduction:
@@ -153,8 +143,6 @@ def refuse_collectives(module: nn.Module) -> None:
                 "throw_on_early_termination=True to join()"
             )
 
-
-# -- optimizers of ranks that have run out --------------------------------------------------
 
 _watches: list[OptimizerWatch] = []
 _is_hooked = False

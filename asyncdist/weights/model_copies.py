@@ -99,10 +99,8 @@ class ModelCopy:
 class ModelCopies:
     """The copies of a subscriber. Any thread may begin and end to read; the other methods belong to one thread.
 
-    Args:
-        like: The module or the tensors of which copies are made; None for dicts of all tensors that are published.
-        count: The number of copies.
-        on_drained: Called by any thread when the last request of a version that is not the current one has ended.
+    They are copies of ``like``; None stands for dicts of all tensors that are published. Any thread calls ``on_drained``
+    when the last request of a version that is not the current one has ended.
     """
 
     def __init__(self, like: Source | None, count: int, on_drained: Callback) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import copy
 import io
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from asyncdist.testing.cluster import run_ranks, world_of
 from tests.ddp import conftest as toy
 from tests.support.pairs import each_pair
 from tests.support.ranks import on_ranks
-
-JOIN_PROGRAM = Path(__file__).parent / "program_sharded_join.py"
 
 KINDS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -298,14 +295,3 @@ def test_wrong_calls_are_refused(group):
         optimizer.join_hook()
     with pytest.raises(UsageError, match="no parameters"):
         ZeroRedundancyOptimizer([], torch.optim.SGD, group, lr=0.1)
-
-
-@pytest.mark.processes
-@pytest.mark.exhaustive
-def test_rank_without_inputs_follows_the_steps_of_the_other_one(nursery, tmp_path):
-    """The last two of four steps update all shares, so the first rank has followed them."""
-    where = f"file://{tmp_path}/world"
-    ranks = [nursery.start(JOIN_PROGRAM, "train", rank, where) for rank in range(2)]
-    one, other = [rank.hear() for rank in ranks]
-    assert one == other
-    assert [rank.wait() for rank in ranks] == [0, 0]

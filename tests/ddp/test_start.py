@@ -141,8 +141,9 @@ def test_init_sync_false_leaves_values_alone(group):
 def test_ignored_parameters_are_left_alone(together):
     def rank(group):
         module = toy.network(seed=group.rank())
-        module._ddp_params_and_buffers_to_ignore = ["0.weight"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["0.weight"])
         model = DistributedDataParallel(module, process_group=group)
+        assert len(list(model._get_data_parallel_params(module))) == 5
         assert "0.weight" not in {name for names in model.bucket_parameters for name in names}
         toy.loss_of(model, *toy.share(group, toy.samples())).backward()
         return [p.grad for p in module.parameters()], [p.detach() for p in module.parameters()]
@@ -151,6 +152,7 @@ def test_ignored_parameters_are_left_alone(together):
     assert not torch.equal(ours[0], theirs[0])
     assert not torch.equal(values[0], other_values[0])
     toy.assert_equal(ours[1:], theirs[1:])
+    toy.assert_equal(values[1:], other_values[1:])
 
 
 def with_other_strides():

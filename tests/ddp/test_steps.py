@@ -62,8 +62,8 @@ def test_evaluation_and_gradients_of_inputs_communicate_nothing(together):
         assert [name for name, _ in issued] == ["all_reduce", "broadcast"]
 
 
-@on_ranks(2)
-def test_parameter_shared_by_reentrant_checkpoints_is_refused_without_a_static_graph(group):
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameter_shared_by_reentrant_checkpoints_is_refused_without_a_static_graph(together, size):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -74,11 +74,13 @@ def test_parameter_shared_by_reentrant_checkpoints_is_refused_without_a_static_g
                 x = checkpoint(self.layer, x, use_reentrant=True)
             return x
 
-    model = DistributedDataParallel(Twice(), process_group=group)
-    with pytest.raises(
-        GradientError, match=r"'layer\.(weight|bias)' got a second gradient.*use_reentrant=False.*static_graph=True"
-    ):
-        model(torch.ones(1, 6, requires_grad=True)).sum().backward()
+    def rank(group):
+        model = DistributedDataParallel(Twice(), process_group=group)
+        sentence = r"'layer\.(weight|bias)' got a second gradient.*use_reentrant=False.*static_graph=True"
+        with pytest.raises(GradientError, match=sentence):
+            model(torch.ones(1, 6, requires_grad=True)).sum().backward()
+
+    together(size, rank)
 
 
 @on_ranks(2)

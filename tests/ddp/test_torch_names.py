@@ -56,7 +56,6 @@ def test_attributes_of_torchs_class_describe_the_model(group):
     assert model.bucket_bytes_cap_default
     assert not model.use_side_stream_for_tensor_copies
     assert not model.is_multi_device_module
-    assert len(model.modules_buffers) == len(model.named_module_buffers) == 3
     other = wrapped(group, bucket_cap_mb=2)
     assert other.bucket_bytes_cap_list == [1 << 20, 2 << 20]
     assert not other.bucket_bytes_cap_default
@@ -103,19 +102,6 @@ def test_buffers_are_described_and_their_hook_replaces_the_broadcast(together):
 
     together(1, rank)
     assert calls == [("state", ["1.num_batches_tracked", "1.running_mean", "1.running_var"])] * 3
-
-
-@on_ranks(2)
-def test_parameters_and_buffers_are_ignored_by_name(group):
-    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.fill_(group.rank())
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["1.weight", "1.bias"])
-    model = DistributedDataParallel(module, process_group=group)
-    assert len(list(model._get_data_parallel_params(module))) == 2
-    own = group.rank()
-    assert [parameter.item() for parameter in module.parameters()] == [0, 0, own, own]
 
 
 @on_ranks(1)

@@ -48,9 +48,6 @@ class HookResult:
             self._flat.copy_(value.detach().view(self._flat.shape))
 
 
-# -- torch's interface ------------------------------------------------------------------------------
-
-
 class TorchHookCaller:
     """Calls ``hook(state, bucket)``, which returns a `torch.futures.Future`, in the thread of backward."""
 
@@ -97,9 +94,6 @@ def check_torch_hook(hook: object) -> None:
             'import asyncdist.torch_backend and call torch.distributed.init_process_group("asyncdist"), or use a hook of '
             "asyncdist.ddp.hooks"
         )
-
-
-# -- awaited hooks ----------------------------------------------------------------------------------
 
 
 _hooks_of: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()

@@ -153,7 +153,7 @@ class TorchNames(nn.Module):
         divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         # A context that an exception ended has called no hook.
         if self._torch_joining is not None:
-            self._torch_joining.close()
+            self._torch_joining.optimizers.close()
         joining = Joining(self.process_group, self.module, divides_by_all=divides_by_all, throws=False)
         self._torch_joining = joining
         return TorchJoinHook(self, joining)

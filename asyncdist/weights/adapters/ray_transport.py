@@ -100,8 +100,6 @@ class AsyncdistTensorTransport(TensorTransportManager):  # type: ignore[misc]
         """Return True: an actor needs only this package."""
         return True
 
-    # -- the source ------------------------------------------------------------------------------
-
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> AsyncdistTensors:
         """Copy the tensors of an object into shared memory, and return where they are."""
         tensors = {str(number): tensor for number, tensor in enumerate(rdt_object)}
@@ -145,8 +143,6 @@ class AsyncdistTensorTransport(TensorTransportManager):  # type: ignore[misc]
                 self._opened().drop(held)
 
         background_loop().call(drop)
-
-    # -- the receiver ----------------------------------------------------------------------------
 
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Any:
         """Return metadata without content: the tensors' own metadata have all."""

@@ -75,9 +75,7 @@ class Block:
 class WeightsLayout:
     """The places of the tensors of a version.
 
-    Args:
-        tensors: Name, dtype and shape of each tensor.
-        ties: The name of a tensor with memory of its own, by the name of another one that shares this memory.
+    ``ties`` has the name of a tensor with memory of its own, by the name of another one that shares this memory.
     """
 
     def __init__(

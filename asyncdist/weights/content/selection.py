@@ -86,10 +86,7 @@ def whole_selection(layout: WeightsLayout) -> Selection:
 def select(whole: WeightsLayout, wanted: Mapping[str, tuple[int, ...]] | None, slices: Slices | None) -> Selection:
     """Return the selection of a reader.
 
-    Args:
-        whole: The layout of the version.
-        wanted: The shape of each tensor that the reader has; None if it has a part of all, of any shape.
-        slices: Which part of a tensor that is.
+    ``wanted`` has the shape of each tensor that the reader has; None if it has a part of all, of any shape.
 
     Raises:
         UsageError: The version has no such tensor, or a part has another shape.
@@ -139,10 +136,7 @@ def _is_within(ranges: Ranges, shape: tuple[int, ...]) -> bool:
 def flat_range(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return elements of a tensor of any strides as a flat contiguous tensor: a view where there is one, else a copy.
 
-    Args:
-        tensor: The tensor.
-        start: The first element, counted in the order of a contiguous tensor.
-        stop: The end.
+    Elements are counted in the order of a contiguous tensor.
     """
     if tensor.is_contiguous():
         return tensor.view(-1)[start:stop]

@@ -71,8 +71,6 @@ class WeightsExchange:
         finally:
             await self._directory.close()
 
-    # -- versions that this process has --------------------------------------------------------
-
     def _record(self, selection: Selection, *, is_complete: bool) -> HolderRecord:
         """Return a new record of this process as a holder."""
         self._serial += 1
@@ -93,8 +91,6 @@ class WeightsExchange:
         self.port.drop(held)
         if held.entry:
             await self.table.withdraw(held.version, held.entry)
-
-    # -- reading -------------------------------------------------------------------------------
 
     async def fetch(self, version: Version, manifest: Manifest, selection: Selection) -> HeldVersion:
         """Get a version from those that have it; give it to others already while it arrives.

@@ -70,14 +70,10 @@ def ranked_sources(
 ) -> list[HolderRecord]:
     """Return the sources from which a reader may copy, best first.
 
-    Args:
-        order: The entries of all that have begun to read the version, the publisher's first; also of those that have
-            ended.
-        holders: The records of the living ones, by entry.
-        own: The reader's own record. If its entry is not in ``order``, the publisher has given the version up, and the
-            reader copies only from those that have all.
-        num_blocks: The number of blocks of the version.
-        avoided: Entries of sources that have failed this reader.
+    The ``order`` has the entries of all that have begun to read the version, the publisher's first, also of those that have
+    ended, and ``holders`` the records of the living ones by entry. If the reader's ``own`` entry is not in the order, the
+    publisher has given the version up, and the reader copies only from those that have all. Sources whose entries are
+    ``avoided`` have failed this reader.
     """
     position = {entry: number for number, entry in enumerate(order)}
     place = position.get(own.entry, -1)

@@ -21,10 +21,8 @@ from asyncdist.weights.transfer.version_table import Version
 class HeldVersion:
     """Blocks of a version that have arrived in order and are verified, and who uses them. Belongs to one loop.
 
-    Args:
-        selection: The parts of it that are here.
-        digests: The digests of the blocks of the selection's layout; of a part, they arrive with its blocks.
-        on_unused: Called once, when the version is dropped and no use of it is left.
+    The ``digests`` are those of the blocks of the selection's layout; of a part, they arrive with its blocks. ``on_unused``
+    is called once, when the version is dropped and no use of it is left.
 
     Attributes:
         memory: Where the blocks are; None until it is known.
@@ -75,8 +73,6 @@ class HeldVersion:
         """Hold all of the version instead of the selection, before any block is here."""
         self.selection, self.digests = selection, digests
 
-    # -- content -------------------------------------------------------------------------------
-
     def array(self, block: Block) -> NDArray[np.uint8]:
         return self._array[block.offset : block.offset + block.nbytes]
 
@@ -104,8 +100,6 @@ class HeldVersion:
         """Return whether the bytes of a block have its digest."""
         return digest(self.array(self.blocks[number])) == int(self.digests[number])
 
-    # -- progress ------------------------------------------------------------------------------
-
     def advance(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._wake()
@@ -128,8 +122,6 @@ class HeldVersion:
     def _wake(self) -> None:
         while self._waiters:
             self._waiters.pop().set_result(None)
-
-    # -- uses ----------------------------------------------------------------------------------
 
     def use(self) -> None:
         """Keep the memory until a matching call of `release`."""

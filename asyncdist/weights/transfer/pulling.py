@@ -151,8 +151,6 @@ class VersionPuller:
         if channel.error is None:
             channel.send(encode(END, number))
 
-    # -- messages of sources -------------------------------------------------------------------
-
     def opened(self, channel: PeerChannel, message: IncomingMessage, fields: Sequence[Any]) -> None:
         """Provide the memory of blocks that begin to arrive."""
         pull = self._pulls.get((channel, fields[0]))

@@ -38,12 +38,7 @@ OwnSegment = SharedSegment | PrivateSegment
 
 
 class SegmentPool:
-    """Segments of this process that are free to be written.
-
-    Args:
-        threads: Where memory is allocated.
-        on_close: Called with each segment that will not be used again.
-    """
+    """Segments of this process that are free to be written; ``on_close`` gets each one that will not be used again."""
 
     def __init__(self, threads: DaemonThreadPool, on_close: Callable[[OwnSegment], None]) -> None:
         self._threads = threads

@@ -44,12 +44,7 @@ class _Request:
 
 
 class VersionServer:
-    """Answers the questions of readers.
-
-    Args:
-        versions: The versions that this process has, by entry.
-        threads: Where slices are copied together.
-    """
+    """Answers the questions of readers about ``versions``, which this process has, by entry."""
 
     def __init__(self, versions: Mapping[str, HeldVersion], threads: DaemonThreadPool) -> None:
         self._versions = versions
@@ -101,8 +96,6 @@ class VersionServer:
             self.closed(channel)
         if tasks:
             await asyncio.wait(tasks)
-
-    # -- answers -------------------------------------------------------------------------------
 
     async def _answer(self, channel: PeerChannel, question: Question, request: _Request) -> None:
         try:

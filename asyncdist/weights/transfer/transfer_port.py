@@ -150,8 +150,7 @@ class TransferPort:
     ) -> None:
         """Get the blocks that a version lacks from one source, or map the memory of a source on this host.
 
-        Args:
-            token: The token of the source, if it is not that of this port.
+        The ``token`` is that of the source, if it is not that of this port.
 
         Raises:
             AsyncdistError: The source does not have it any more, has stalled, has sent wrong bytes, or was lost.

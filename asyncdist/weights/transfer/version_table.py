@@ -80,11 +80,7 @@ class ReaderStatus(StoreRecord):
 
 
 class VersionTable:
-    """The keys of one set of weights.
-
-    Args:
-        store: The part of the store that belongs to the job, for the running loop. The caller closes it.
-    """
+    """The keys of one set of weights in the part of a ``store`` that belongs to the job. The caller closes the store."""
 
     def __init__(self, store: AsyncStoreBase, name: str) -> None:
         self._prefix = f"versions/{quote(name, safe='')}"
@@ -100,8 +96,6 @@ class VersionTable:
 
     async def close(self) -> None:
         await self._whole_store.request(operations.release_lease(f"{self._prefix}/"))
-
-    # -- versions ------------------------------------------------------------------------------
 
     async def latest(self) -> Version:
         value = await self._value(_LATEST)
@@ -135,9 +129,7 @@ class VersionTable:
     async def announce(self, version: Version, manifest: bytes, record: HolderRecord, before: Version) -> Version:
         """Make a version the newest, whose number is one more than that of the newest so far, and at least its own.
 
-        Args:
-            record: The record of the publisher as its first holder.
-            before: The version that is probably the newest.
+        The ``record`` is that of the publisher as its first holder, and ``before`` is probably the newest version.
 
         Raises:
             PublisherReplacedError: A later incarnation has taken over. The version stays unknown.
@@ -174,8 +166,6 @@ class VersionTable:
     async def forget(self, keys: Iterable[str]) -> None:
         """Delete what the store knows of versions with these keys."""
         await asyncio.gather(*(self.store.delete_key(kind + key) for kind in (_MANIFEST, _ORDER) for key in keys))
-
-    # -- holders -------------------------------------------------------------------------------
 
     async def enroll(self, version: Version, record: HolderRecord) -> list[str]:
         """Record that this process has a version or begins to read it; return the entries so far, as `order` does."""
@@ -220,8 +210,6 @@ class VersionTable:
     async def order(self, version: Version) -> list[str]:
         """Return the entries of all that began to read a version since its publisher gave it up, or ever if it has not."""
         return (await self._value(_ORDER + version.key) or b"").decode().split(";")[:-1]
-
-    # -- subscribers ---------------------------------------------------------------------------
 
     async def report(self, status: ReaderStatus) -> None:
         await self.store.set(_READER + status.process, status.encode(), ephemeral=True)
