@@ -90,7 +90,7 @@ class Reducer:
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
-        self._options = options
+        self.options = options
         self._watch = watch
         # Where parameters may be unused: those with a gradient in the last backward.
         self._used_before: Set[int] = frozenset()
@@ -110,7 +110,8 @@ class Reducer:
         # Parameters for which `bucket_memory` has returned memory in this backward.
         self._placed: set[int] = set()
         for other in _reducers.living():
-            if other.has_ended and not other._numbers.keys().isdisjoint(self._numbers):
+            # One whose group has failed or was destroyed leaves the parameters to this one.
+            if other._group.error is not None and not other._numbers.keys().isdisjoint(self._numbers):
                 other.remove_hooks()
         _reducers.add(self)
         self._arrivals = Arrivals(self._parameters)
@@ -120,24 +121,9 @@ class Reducer:
         self._install_hooks()
 
     @property
-    def limits(self) -> Sequence[int]:
-        """The caps of the buckets in bytes, as `buckets.assign` takes them."""
-        return self._options.limits
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the group has failed or was destroyed, so that another reducer may take over the parameters."""
-        return self._group.error is not None
-
-    @property
     def trains(self) -> bool:
         """Whether a parameter requires a gradient now."""
         return any(map(_requires_grad, self._parameters))
-
-    @property
-    def may_lack_gradients(self) -> bool:
-        """Whether a parameter may get no gradient in a backward."""
-        return self._bucket_set.allows_unused
 
     @property
     def hook_name(self) -> str | None:
@@ -185,7 +171,7 @@ class Reducer:
 
     def set_static_graph(self) -> None:
         """Treat the graph as static from the next backward on."""
-        self._options.static_graph = True
+        self.options.static_graph = True
         self._bucket_set.assign()
         self._install_hooks()
 
@@ -359,7 +345,7 @@ class Reducer:
             if not before <= self._used_before:
                 self._watch.check_again()
         step_in_backward(self._parameters)
-        if self._options.lazy_bucket_allocation and not self._options.gradient_as_bucket_view:
+        if self.options.lazy_bucket_allocation and not self.options.gradient_as_bucket_view:
             for bucket in self._bucket_set.buckets:
                 bucket.release()
 
@@ -400,10 +386,10 @@ class Reducer:
         count = len(self._parameters)
         order = torch.tensor(buckets.arrival_order(arrived, count), device="cpu")
         self._group.broadcast(order, 0, background=False).wait()
-        if self._options.skip_all_reduce_unused_params and used is not None:
+        if self.options.skip_all_reduce_unused_params and used is not None:
             self._bucket_set.skipped = frozenset(range(count)) - used
         if self.tuning is not None:
-            self._options.limits = self.tuning.limits
+            self.options.limits = self.tuning.limits
         self._bucket_set.assign(order.tolist())
         self.has_rebuilt_buckets = True
 
@@ -413,8 +399,8 @@ class Reducer:
             self._group.all_reduce(medians, ReduceOp.MAX, background=False).wait()
             if tuning.decide(medians.tolist()) and self._group.rank() == 0:
                 log.info("DistributedDataParallel uses %s", tuning)
-        if tuning.limits != self._options.limits:
-            self._options.limits = tuning.limits
+        if tuning.limits != self.options.limits:
+            self.options.limits = tuning.limits
             self._bucket_set.assign()
 
 

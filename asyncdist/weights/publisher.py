@@ -88,10 +88,8 @@ class Publishing:
             await self._cleaned()
             newest = self._kept[-1][0].version.number if self._kept else 0
             self._serial += 1
-            held, manifest = await exchange.port.copy(
-                _published(self._source),
-                lambda nbytes: new_version(self.incarnation, self._serial, step, nbytes, newest + 1),
-            )
+            version = new_version(self.incarnation, self._serial, step, newest + 1)
+            held, manifest = await exchange.port.copy(_published(self._source), version)
             # From here on the copy is complete: a caller that is cancelled leaves a version that is whole.
             return await asyncio.shield(asyncio.ensure_future(self._announce(exchange, held, manifest.encode())))
 

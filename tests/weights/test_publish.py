@@ -353,7 +353,7 @@ async def test_publisher_that_was_replaced_deletes_nothing_of_its_successor(job)
 @pytest.mark.parametrize("others", ["", "newcomer.1;"])
 async def test_reader_enrolls_while_the_publisher_deletes_the_order_of_its_version(job, monkeypatch, others):
     async with table_of(job) as table:
-        version, append = new_version(1, 1, None, 0, 1), type(table.store).append
+        version, append = new_version(1, 1, None, 1), type(table.store).append
 
         def append_and_lose(store, key, value):
             appended = append(store, key, value)

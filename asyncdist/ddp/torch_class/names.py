@@ -30,9 +30,11 @@ _INSTEAD = {
 _COMPUTED: dict[str, Callable[[Any, Reducer], Any]] = {
     "_has_rebuilt_buckets": lambda model, reducer: reducer.has_rebuilt_buckets,
     "broadcast_bucket_size": lambda model, reducer: model_sync.PACK_NBYTES,
-    "bucket_bytes_cap": lambda model, reducer: reducer.limits[-1],
-    "bucket_bytes_cap_default": lambda model, reducer: tuple(reducer.limits) == default_limits(model.process_group),
-    "bucket_bytes_cap_list": lambda model, reducer: list(reducer.limits),
+    "bucket_bytes_cap": lambda model, reducer: reducer.options.limits[-1],
+    "bucket_bytes_cap_default": lambda model, reducer: (
+        tuple(reducer.options.limits) == default_limits(model.process_group)
+    ),
+    "bucket_bytes_cap_list": lambda model, reducer: list(reducer.options.limits),
     "is_multi_device_module": lambda model, reducer: len(_devices_of(model)) > 1,
     "modules_buffers": lambda model, reducer: [buffer for _, buffer in model._buffers_to_sync()],
     "named_module_buffers": lambda model, reducer: dict(model._buffers_to_sync()),
@@ -295,7 +297,7 @@ def _logging_data(model: Any) -> dict[str, Any]:
         "total_parameter_size_bytes": sum(each.nbytes for each in trained),
         "bucket_sizes": ", ".join(map(str, sizes)),
         "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets),
-        "can_set_static_graph": int(not reducer.may_lack_gradients),
+        "can_set_static_graph": int(not reducer.options.allows_unused),
     }
     if reducer.hook_name is not None:
         data["comm_hook"] = reducer.hook_name

@@ -119,7 +119,7 @@ class AsyncdistTensorTransport(TensorTransportManager):  # type: ignore[misc]
 
     async def _hold(self, obj_id: str, tensors: dict[str, torch.Tensor]) -> bytes:
         port = self._opened()
-        held, manifest = await port.copy(tensors, lambda nbytes: _version(obj_id, nbytes))
+        held, manifest = await port.copy(tensors, _version(obj_id))
         port.offer(held, held.version.key)
         self._held[obj_id] = held
         return manifest.encode()
@@ -173,7 +173,7 @@ class AsyncdistTensorTransport(TensorTransportManager):  # type: ignore[misc]
     async def _receive(self, source: AsyncdistTensors) -> list[torch.Tensor]:
         port = self._opened()
         manifest = Manifest.decode(source.manifest)
-        held = port.new_held(_version(source.key, manifest.layout.nbytes), whole_selection(manifest.layout), manifest)
+        held = port.new_held(_version(source.key), whole_selection(manifest.layout), manifest)
         try:
             await port.get(held, manifest, held.version.key, ChannelAddress.decode(source.address), token=source.token)
         except BaseException:
@@ -218,8 +218,8 @@ def _tensors_of(held: HeldVersion, port: TransferPort) -> list[torch.Tensor]:
     return tensors
 
 
-def _version(key: str, nbytes: int) -> Version:
-    return Version(1, None, 0, nbytes, 0.0, key)
+def _version(key: str) -> Version:
+    return Version(1, None, 0, 0, 0.0, key)
 
 
 def register_ray_transport() -> None:

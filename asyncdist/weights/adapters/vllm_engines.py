@@ -22,7 +22,7 @@ again, reads the newest version when its engine asks for it, and each host has o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -83,7 +83,9 @@ class AsyncdistWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
         """Prepare the layers of the model to be loaded again, as vLLM's engines for whole checkpoints do."""
-        _reload("initialize_layerwise_reload")(self.model)
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: AsyncdistUpdateInfo) -> None:
         """Read the version and load it.
@@ -104,7 +106,9 @@ class AsyncdistWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
         """Let vLLM process the loaded layers."""
-        _reload("finalize_layerwise_reload")(self.model, self.model_config)
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         subscriber, self._subscriber = self._subscriber, None
@@ -206,19 +210,11 @@ def _check_source(source: Any) -> None:
             )
 
 
-def _reload(name: str) -> Callable[..., None]:
-    from vllm.model_executor.model_loader import reload
-
-    function: Callable[..., None] = getattr(reload, name)
-    return function
-
-
 @functools.cache
 def register_vllm_engines() -> None:
     """Make the back end ``"asyncdist"`` known to vLLM. Idempotent.
 
     vLLM calls it in each of its processes, and a trainer outside of these calls it itself.
     """
-    module = __name__
-    WeightTransferEngineFactory.register_engine(VLLM_BACKEND, module, AsyncdistWeightTransferEngine.__name__)
-    WeightTransferTrainerFactory.register_engine(VLLM_BACKEND, module, AsyncdistTrainerEngine.__name__)
+    WeightTransferEngineFactory.register_engine(VLLM_BACKEND, __name__, AsyncdistWeightTransferEngine.__name__)
+    WeightTransferTrainerFactory.register_engine(VLLM_BACKEND, __name__, AsyncdistTrainerEngine.__name__)

@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -89,10 +91,8 @@ class TransferPort:
             digests = np.zeros(len(selection.layout.blocks), dtype=np.uint64)
         return HeldVersion(version, selection, digests, self._unused)
 
-    async def copy(
-        self, tensors: Mapping[str, torch.Tensor], new_version: Callable[[int], Version]
-    ) -> tuple[HeldVersion, Manifest]:
-        """Copy tensors into memory of this process; return the version of so many bytes that ``new_version`` makes."""
+    async def copy(self, tensors: Mapping[str, torch.Tensor], version: Version) -> tuple[HeldVersion, Manifest]:
+        """Copy tensors into memory of this process; return them as ``version``, with its size and the time."""
         layout = layout_of(tensors)
         segment = await self.pool.take(layout.nbytes)
         try:
@@ -101,7 +101,8 @@ class TransferPort:
             self.pool.give_back(segment)
             raise
         manifest = Manifest(layout, digests)
-        held = self.new_held(new_version(layout.nbytes), whole_selection(layout), manifest)
+        version = replace(version, nbytes=layout.nbytes, published_at=time.time())
+        held = self.new_held(version, whole_selection(layout), manifest)
         held.place(segment)
         held.advance(len(held.blocks))
         return held, manifest

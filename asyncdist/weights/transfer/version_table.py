@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import quote
@@ -235,6 +234,6 @@ def _publisher_of(key: str) -> int:
     return int(key.partition(".")[0])
 
 
-def new_version(incarnation: int, serial: int, step: int | None, nbytes: int, at_least: int) -> Version:
+def new_version(incarnation: int, serial: int, step: int | None, at_least: int) -> Version:
     """Return a version that is not announced yet, of the publisher with a number, with a serial number of its own."""
-    return Version(at_least, step, incarnation, nbytes, time.time(), f"{incarnation}.{serial}.{secrets.token_hex(4)}")
+    return Version(at_least, step, incarnation, 0, 0.0, f"{incarnation}.{serial}.{secrets.token_hex(4)}")
