@@ -9,8 +9,8 @@ from asyncdist.errors import GradientError, UsageError
 from tests.support.pairs import each_pair
 from tests.support.ranks import on_ranks
 
-AVERAGE, OWN = 1.5, (1.0, 2.0)
-"""The gradients of `Layers` on two ranks."""
+AVERAGE = 1.5
+"""The gradient of `Layers` on two ranks."""
 
 
 class Layers(nn.Module):
@@ -61,17 +61,14 @@ def test_swapped_parameters_are_averaged(together, options, which, size, wrap):
     assert together(size, rank) == [[[(size + 1) / 2] * 3] * 5] * size
 
 
-def test_tensor_that_got_the_former_content_of_a_parameter_is_not_averaged(together):
-    def rank(group):
-        model, other = DistributedDataParallel(Layers(), process_group=group), Layers()
-        found = []
-        for _ in range(2):
-            torch.utils.swap_tensors(model.module.layers[0].weight, other.layers[0].weight)
-            found += [step(model, group), step(other, group)]
-        return found
-
-    for own, found in zip(OWN, together(2, rank), strict=True):
-        assert found == [[AVERAGE] * 3, [own] * 3] * 2
+@on_ranks(2)
+def test_tensor_that_got_the_former_content_of_a_parameter_is_not_averaged(group):
+    model, other = DistributedDataParallel(Layers(), process_group=group), Layers()
+    found = []
+    for _ in range(2):
+        torch.utils.swap_tensors(model.module.layers[0].weight, other.layers[0].weight)
+        found += [step(model, group), step(other, group)]
+    assert found == [[AVERAGE] * 3, [group.rank() + 1.0] * 3] * 2
 
 
 @on_ranks(2)
@@ -106,22 +103,19 @@ def test_modules_that_swap_their_parameters_are_loaded_and_cast_after_wrapping(g
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_generator_is_averaged_while_its_discriminator_is_frozen(together, options):
-    def rank(group):
-        generator, discriminator = (DistributedDataParallel(Layers(), process_group=group, **options) for _ in range(2))
-        found = []
-        for _ in range(3):
-            discriminator.requires_grad_(False)
-            generator.zero_grad()
-            discriminator(generator(torch.full((1, 1), group.rank() + 1.0))).sum().backward()
-            slope = sum(each.item() for each in discriminator.parameters())
-            found += [each.grad.item() / slope for each in generator.parameters()]
-            discriminator.requires_grad_(True)
-            found += step(discriminator, group)
-        return found
-
-    for found in together(2, rank):
-        assert found == pytest.approx([AVERAGE] * 18)
+@on_ranks(2)
+def test_generator_is_averaged_while_its_discriminator_is_frozen(group, options):
+    generator, discriminator = (DistributedDataParallel(Layers(), process_group=group, **options) for _ in range(2))
+    found = []
+    for _ in range(3):
+        discriminator.requires_grad_(False)
+        generator.zero_grad()
+        discriminator(generator(torch.full((1, 1), group.rank() + 1.0))).sum().backward()
+        slope = sum(each.item() for each in discriminator.parameters())
+        found += [each.grad.item() / slope for each in generator.parameters()]
+        discriminator.requires_grad_(True)
+        found += step(discriminator, group)
+    assert found == pytest.approx([AVERAGE] * 18)
 
 
 @on_ranks(2)

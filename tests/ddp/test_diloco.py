@@ -200,18 +200,16 @@ async def test_local_sgd_averages_parameters():
     toy.assert_equal(found[0], found[1])
 
 
-def test_blocking_local_sgd_averages_parameters():
-    def program(group):
-        model = toy.network(seed=group.rank())
-        with BlockingLocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.0), every=2, group=group) as local:
-            with torch.no_grad():
-                model[0].weight += 1 + group.rank()
-            for _ in range(2):
-                local.step()
-        return model[0].weight.detach() - toy.network()[0].weight.detach()
-
-    for change in run_ranks(2, program):
-        toy.assert_close([change], [torch.full_like(change, 1.5)])
+@on_ranks(2)
+def test_blocking_local_sgd_averages_parameters(group):
+    model = toy.network(seed=group.rank())
+    with BlockingLocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.0), every=2, group=group) as local:
+        with torch.no_grad():
+            model[0].weight += 1 + group.rank()
+        for _ in range(2):
+            local.step()
+    change = model[0].weight.detach() - toy.network()[0].weight.detach()
+    toy.assert_close([change], [torch.full_like(change, 1.5)])
 
 
 # -- overlap -----------------------------------------------------------------------------------------

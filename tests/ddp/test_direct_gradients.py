@@ -257,25 +257,23 @@ def test_forward_that_raises_leaves_nothing_in_the_modules(group):
 
 
 @pytest.mark.parametrize("where", ["instance", "class"])
-def test_forward_replaced_by_the_user_is_called(together, monkeypatch, where):
+@on_ranks(1)
+def test_forward_replaced_by_the_user_is_called(group, monkeypatch, where):
     calls = []
 
     def doubled(layer, x):
         calls.append(layer)
         return 2 * nn.functional.linear(x, layer.weight, layer.bias)
 
-    def rank(group):
-        module = toy.seeded(layers())
-        model = DistributedDataParallel(module, process_group=group)
-        if where == "instance":
-            module[0].forward = lambda x: doubled(module[0], x)
-        else:
-            monkeypatch.setattr(nn.Linear, "forward", doubled)
-        copies = copied_gradients(model)
-        toy.loss_of(model, *toy.samples()).backward()
-        return len(copies), len(calls)
-
-    assert together(1, rank) == [(3, 1) if where == "instance" else (5, 3)]
+    module = toy.seeded(layers())
+    model = DistributedDataParallel(module, process_group=group)
+    if where == "instance":
+        module[0].forward = lambda x: doubled(module[0], x)
+    else:
+        monkeypatch.setattr(nn.Linear, "forward", doubled)
+    copies = copied_gradients(model)
+    toy.loss_of(model, *toy.samples()).backward()
+    assert (len(copies), len(calls)) == ((3, 1) if where == "instance" else (5, 3))
 
 
 @on_ranks(2)
@@ -294,21 +292,20 @@ def test_gradient_of_a_replaced_weight_is_computed_by_torch(group):
 
 
 @pytest.mark.parametrize("as_view", [True, False])
-def test_only_large_trained_plain_layers_write_into_buckets_and_only_with_bucket_views(together, monkeypatch, as_view):
+@on_ranks(2)
+def test_only_large_trained_plain_layers_write_into_buckets_and_only_with_bucket_views(group, monkeypatch, as_view):
     monkeypatch.undo()
 
     class Derived(nn.Linear):
         pass
 
-    def rank(group):
-        frozen = nn.Linear(256, 256).requires_grad_(False)
-        module = nn.Sequential(Derived(256, 256), frozen, nn.Linear(256, 255), nn.Linear(255, 256), nn.Linear(256, 256))
-        model = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=as_view)
-        copies = copied_gradients(model)
-        model(torch.ones(2, 256)).sum().backward()
-        return sorted(tuple(each.shape) for each in copies if each.dim() > 1)
-
-    assert together(2, rank) == [[(255, 256), (256, 255), (256, 256)] if as_view else []] * 2
+    frozen = nn.Linear(256, 256).requires_grad_(False)
+    module = nn.Sequential(Derived(256, 256), frozen, nn.Linear(256, 255), nn.Linear(255, 256), nn.Linear(256, 256))
+    model = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=as_view)
+    copies = copied_gradients(model)
+    model(torch.ones(2, 256)).sum().backward()
+    found = sorted(tuple(each.shape) for each in copies if each.dim() > 1)
+    assert found == ([(255, 256), (256, 255), (256, 256)] if as_view else [])
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

@@ -29,20 +29,18 @@ def python_calls(function):
     return Counter(calls)
 
 
-def test_no_python_function_runs_for_each_gradient(together):
-    def rank(group):
-        counts = []
-        for count in (10, 40):
-            convolutions = nn.Sequential(*(nn.Conv1d(1, 1, 1, bias=False) for _ in range(count)))
-            model = DistributedDataParallel(convolutions, process_group=group)
-            for _ in range(2):
-                loss = model(torch.ones(1, 1, 1)).sum()
-                calls = python_calls(loss.backward)
-            assert "_end_backward" in calls
-            counts.append(calls)
-        return counts
-
-    ((few, many),) = together(1, rank)
+@on_ranks(1)
+def test_no_python_function_runs_for_each_gradient(group):
+    counts = []
+    for count in (10, 40):
+        convolutions = nn.Sequential(*(nn.Conv1d(1, 1, 1, bias=False) for _ in range(count)))
+        model = DistributedDataParallel(convolutions, process_group=group)
+        for _ in range(2):
+            loss = model(torch.ones(1, 1, 1)).sum()
+            calls = python_calls(loss.backward)
+        assert "_end_backward" in calls
+        counts.append(calls)
+    few, many = counts
     assert max((many - few).values(), default=0) < 30
 
 

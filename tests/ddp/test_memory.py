@@ -116,18 +116,16 @@ def test_gradients_are_aligned_to_cache_lines(group, dtype):
     assert [parameter.grad.data_ptr() % 64 for parameter in model.parameters()] == [0, 0]
 
 
-def test_gradients_of_a_single_rank_stay_where_they_are(together, monkeypatch):
+@on_ranks(1)
+def test_gradients_of_a_single_rank_stay_where_they_are(group, monkeypatch):
     monkeypatch.setattr(direct_gradients, "LEAST_NBYTES", 1 << 30)
 
-    def rank(group):
-        module, seen = toy.network(), set()
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda parameter: seen.add(parameter.grad.data_ptr()))
-        train(group, module, steps=1, bucket_cap_mb=0.0001)
-        assert {parameter.grad.data_ptr() for parameter in module.parameters()} == seen
-        toy.assert_close(toy.gradients(module), alone(toy.network()))
-
-    together(1, rank)
+    module, seen = toy.network(), set()
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.add(parameter.grad.data_ptr()))
+    train(group, module, steps=1, bucket_cap_mb=0.0001)
+    assert {parameter.grad.data_ptr() for parameter in module.parameters()} == seen
+    toy.assert_close(toy.gradients(module), alone(toy.network()))
 
 
 def test_many_small_gradients_are_copied_together(together, monkeypatch):

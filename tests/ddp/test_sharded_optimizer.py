@@ -122,20 +122,17 @@ async def test_awaited_steps_equal_blocking_ones():
         toy.assert_equal(model.parameters(), locally("adamw", 4)[0].parameters())
 
 
-def test_closure_is_called_and_its_loss_returned():
-    def program(group):
-        model = toy.network()
-        optimizer = sharded(model, group, "sgd")
+@on_ranks(2)
+def test_closure_is_called_and_its_loss_returned(group):
+    model = toy.network()
+    optimizer = sharded(model, group, "sgd")
 
-        def closure():
-            gradients_of(model, 1)
-            return 7.0
+    def closure():
+        gradients_of(model, 1)
+        return 7.0
 
-        assert optimizer.step(closure) == 7.0
-        return model
-
-    for model in run_ranks(2, program):
-        toy.assert_equal(model.parameters(), locally("sgd", 1)[0].parameters())
+    assert optimizer.step(closure) == 7.0
+    toy.assert_equal(model.parameters(), locally("sgd", 1)[0].parameters())
 
 
 def test_scheduler_changes_the_steps_of_all_ranks():

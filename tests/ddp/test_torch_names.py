@@ -77,7 +77,8 @@ def test_constructor_takes_the_arguments_of_torch_in_torchs_order():
     assert ours[: len(torchs)] == torchs
 
 
-def test_buffers_are_described_and_their_hook_replaces_the_broadcast(together):
+@on_ranks(1)
+def test_buffers_are_described_and_their_hook_replaces_the_broadcast(group):
     calls = []
 
     def hook(state, buffers):
@@ -86,21 +87,18 @@ def test_buffers_are_described_and_their_hook_replaces_the_broadcast(together):
         future.set_result(None)
         return [future]
 
-    def rank(group):
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), process_group=group)
-        assert model.will_sync_module_buffers()
-        assert sorted(model.named_module_buffers) == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
-        assert len(model.modules_buffers) == 3
-        with pytest.raises(UsageError, match="comm_hook_location is"):
-            model._register_buffer_comm_hook(None, hook, "SOMETIMES")
-        model._register_buffer_comm_hook("state", hook)
-        for _ in range(2):
-            model(torch.randn(4, 2)).sum().backward()
-        with torch.no_grad():
-            model(torch.randn(4, 2))
-        assert not model.will_sync_module_buffers()
-
-    together(1, rank)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), process_group=group)
+    assert model.will_sync_module_buffers()
+    assert sorted(model.named_module_buffers) == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
+    assert len(model.modules_buffers) == 3
+    with pytest.raises(UsageError, match="comm_hook_location is"):
+        model._register_buffer_comm_hook(None, hook, "SOMETIMES")
+    model._register_buffer_comm_hook("state", hook)
+    for _ in range(2):
+        model(torch.randn(4, 2)).sum().backward()
+    with torch.no_grad():
+        model(torch.randn(4, 2))
+    assert not model.will_sync_module_buffers()
     assert calls == [("state", ["1.num_batches_tracked", "1.running_mean", "1.running_var"])] * 3
 
 

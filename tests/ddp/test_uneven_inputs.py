@@ -201,11 +201,11 @@ def test_early_termination_raises_on_all_ranks_if_requested(together, counts):
             epoch(counts[group.rank()])
         assert len(done) == shortest
         toy.loss_of(model, *batches(group.rank(), 1)[0]).backward()  # the group and the model can be used
-        return caught.value.ended, caught.value.going
+        assert (caught.value.ended, caught.value.going) == (ended, going)
 
     ended = tuple(rank for rank, count in enumerate(counts) if count == shortest)
     going = tuple(rank for rank, count in enumerate(counts) if count > shortest)
-    assert together(3, rank) == [(ended, going)] * 3
+    together(3, rank)
 
 
 @on_ranks(2)
