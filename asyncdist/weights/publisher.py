@@ -88,8 +88,16 @@ class Publishing:
             await self._cleaned()
             newest = self._kept[-1][0].version.number if self._kept else 0
             self._serial += 1
+            tensors = tensors_of(self._source)
+            if not tensors:
+                raise UsageError("there are no weights to publish: the module or dict contains no tensors")
+            for name, tensor in tensors.items():
+                if tensor.is_meta:
+                    raise UnsupportedError(
+                        f"{name} is on the meta device and has no values to publish: load the weights first"
+                    )
             version = new_version(self.incarnation, self._serial, step, newest + 1)
-            held, manifest = await exchange.port.copy(_published(self._source), version)
+            held, manifest = await exchange.port.copy(tensors, version)
             # From here on the copy is complete: a caller that is cancelled leaves a version that is whole.
             return await asyncio.shield(asyncio.ensure_future(self._announce(exchange, held, manifest.encode())))
 
@@ -295,17 +303,6 @@ class Publisher(PublisherBase):
             WaitTimeoutError: Some still use an older version; the message names them.
         """
         return await run_in_background(self._publishing.wait_for_readers(version, timeout))
-
-
-def _published(source: Source) -> Mapping[str, torch.Tensor]:
-    """Return the tensors to publish; raise if the source has no tensors, or one has no values."""
-    tensors = tensors_of(source)
-    if not tensors:
-        raise UsageError("there are no weights to publish: the module or dict contains no tensors")
-    for name, tensor in tensors.items():
-        if tensor.is_meta:
-            raise UnsupportedError(f"{name} is on the meta device and has no values to publish: load the weights first")
-    return tensors
 
 
 def tensors_of(source: Source) -> Mapping[str, torch.Tensor]:

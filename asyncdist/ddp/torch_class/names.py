@@ -35,7 +35,7 @@ _COMPUTED: dict[str, Callable[[Any, Reducer], Any]] = {
         tuple(reducer.options.limits) == default_limits(model.process_group)
     ),
     "bucket_bytes_cap_list": lambda model, reducer: list(reducer.options.limits),
-    "is_multi_device_module": lambda model, reducer: len(_devices_of(model)) > 1,
+    "is_multi_device_module": lambda model, reducer: len({each.device for _, each in model._parameters_to_sync()}) > 1,
     "modules_buffers": lambda model, reducer: [buffer for _, buffer in model._buffers_to_sync()],
     "named_module_buffers": lambda model, reducer: dict(model._buffers_to_sync()),
     "use_side_stream_for_tensor_copies": lambda model, reducer: False,
@@ -314,10 +314,6 @@ def _logging_data(model: Any) -> dict[str, Any]:
             "backward_compute_comm_overlap_time": round(overlap * 1e9),
         }
     return data
-
-
-def _devices_of(model: Any) -> set[torch.device]:
-    return {parameter.device for _, parameter in model._parameters_to_sync()}
 
 
 def _tell_checkpoints() -> None:

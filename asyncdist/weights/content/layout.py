@@ -150,7 +150,7 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> WeightsLayout:
     found: dict[tuple[object, ...], str] = {}
     ties: dict[str, str] = {}
     for name, tensor in tensors.items():
-        check_publishable(name, tensor)
+        _check_publishable(name, tensor)
         if tensor.numel() and not tensor.is_meta:
             memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
             first = found.setdefault(memory, name)
@@ -159,7 +159,7 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> WeightsLayout:
     return WeightsLayout([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()], ties)
 
 
-def check_publishable(name: str, tensor: torch.Tensor) -> None:
+def _check_publishable(name: str, tensor: torch.Tensor) -> None:
     """Raise UnsupportedError for a tensor that cannot be copied as plain memory."""
     if isinstance(tensor, (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)):
         raise UnsupportedError(f"{name} belongs to a lazy module and has no shape yet: run one forward first")

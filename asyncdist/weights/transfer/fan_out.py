@@ -83,7 +83,8 @@ def ranked_sources(
         for each in present
         if each.process != own.process
         and each.entry not in avoided
-        and _has(each, own)
+        # A source must have, or get, all blocks of the reader's selection in the reader's order.
+        and (each.selection == own.selection or (not each.selection and each.is_complete))
         and (each.is_complete or position[each.entry] < place)
     ]
     local = [each for each in usable if each.shares_with(own)]
@@ -99,8 +100,3 @@ def ranked_sources(
         # Place len(before) of the leaders is this reader's.
         before.insert(0, before.pop(len(before) - 1 - (len(before) - 1) // 2))
     return [*local, *before, *after]
-
-
-def _has(source: HolderRecord, reader: HolderRecord) -> bool:
-    """Return whether a source has, or gets, all blocks of a reader's selection in the reader's order."""
-    return source.selection == reader.selection or (not source.selection and source.is_complete)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from asyncdist.errors import ProtocolError
 from asyncdist.kernel import ReadMapping
 from asyncdist.weights.content.digest import digest
-from asyncdist.weights.content.layout import Block, TensorPlace
+from asyncdist.weights.content.layout import Block
 from asyncdist.weights.content.selection import Selection, flat_range
 from asyncdist.weights.transfer.segments import OwnSegment
 from asyncdist.weights.transfer.version_table import Version
@@ -77,9 +77,7 @@ class HeldVersion:
         return self._array[block.offset : block.offset + block.nbytes]
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._tensor(self.selection.layout.places[name])
-
-    def _tensor(self, place: TensorPlace) -> torch.Tensor:
+        place = self.selection.layout.places[name]
         flat = self._bytes[place.offset : place.offset + place.nbytes]
         return flat.view(place.dtype).view(place.shape)
 

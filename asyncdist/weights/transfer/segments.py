@@ -55,7 +55,8 @@ class SegmentPool:
         self._free.clear()
         if fitting:
             return fitting[0]
-        allocating = self._threads.submit(_allocate, nbytes)
+        kind: type[OwnSegment] = SharedSegment if can_share_segments() else PrivateSegment
+        allocating: Future[OwnSegment] = self._threads.submit(kind, nbytes)
         try:
             return await asyncio.wrap_future(allocating)
         except asyncio.CancelledError:
@@ -81,10 +82,6 @@ class SegmentPool:
         self._is_closed = True
         while self._free:
             self._free.pop().close()
-
-
-def _allocate(nbytes: int) -> OwnSegment:
-    return SharedSegment(nbytes) if can_share_segments() else PrivateSegment(nbytes)
 
 
 def _close_result(allocating: Future[OwnSegment]) -> None:

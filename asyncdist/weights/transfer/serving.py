@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,15 +15,7 @@ from asyncdist.weights.content.digest import digest
 from asyncdist.weights.content.layout import Block
 from asyncdist.weights.content.selection import Selection
 from asyncdist.weights.transfer.held_version import HeldVersion
-from asyncdist.weights.transfer.transfer_messages import (
-    ALIVE,
-    MAPPED,
-    REFUSED,
-    Question,
-    encode,
-    encode_blocks,
-    group_end,
-)
+from asyncdist.weights.transfer.transfer_messages import ALIVE, BLOCKS, MAPPED, REFUSED, Question, encode, group_end
 
 STALL = 2.0
 """Seconds without a sign of a source after which its reader goes on with another one."""
@@ -136,11 +127,11 @@ class VersionServer:
                 continue
             end = group_end(blocks, at, here)
             if is_part:
-                gather = functools.partial(_gather, held, selection, blocks[at:end])
-                arrays, digests = await asyncio.wrap_future(self._threads.submit(gather))
+                gathering = self._threads.submit(_gather, held, selection, blocks[at:end])
+                arrays, digests = await asyncio.wrap_future(gathering)
             else:
                 arrays, digests = [held.array(block) for block in blocks[at:end]], held.digests[at:end]
-            head = encode_blocks(question.number, at, digests)
+            head = encode(BLOCKS, question.number, at, digests.astype("<u8").tobytes())
             await channel.deliver(head, [each.data for each in arrays])
             at = end
 

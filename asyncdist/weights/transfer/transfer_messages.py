@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-import numpy as np
-from numpy.typing import NDArray
 
 from asyncdist.errors import ProtocolError
 from asyncdist.weights.content.layout import BLOCK_NBYTES, Block
@@ -74,11 +72,6 @@ class Question:
 def encode(kind: int, *fields: Any) -> bytes:
     packed: bytes = msgpack.packb([kind, *fields])
     return packed
-
-
-def encode_blocks(number: int, first: int, digests: NDArray[np.uint64]) -> bytes:
-    """Return the head of a message with blocks."""
-    return encode(BLOCKS, number, first, digests.astype("<u8").tobytes())
 
 
 def decode(head: bytes) -> tuple[int, list[Any]]:

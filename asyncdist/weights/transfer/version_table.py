@@ -160,7 +160,9 @@ class VersionTable:
         """Delete what the store knows of versions of a publisher and those before it whose keys are not in ``kept``."""
         for kind in (_MANIFEST, _ORDER):
             keys = [key.removeprefix(kind) for key in await self.store.list_keys(kind)]
-            await self.forget([key for key in keys if key not in kept and _publisher_of(key) <= incarnation])
+            # A version's key begins with the incarnation that made it.
+            old = [key for key in keys if key not in kept and int(key.partition(".")[0]) <= incarnation]
+            await self.forget(old)
 
     async def forget(self, keys: Iterable[str]) -> None:
         """Delete what the store knows of versions with these keys."""
@@ -227,11 +229,6 @@ class VersionTable:
             yield await self.readers()
             async for _ in changes:
                 yield await self.readers()
-
-
-def _publisher_of(key: str) -> int:
-    """Return the incarnation that made a version's key."""
-    return int(key.partition(".")[0])
 
 
 def new_version(incarnation: int, serial: int, step: int | None, at_least: int) -> Version:
