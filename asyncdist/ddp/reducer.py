@@ -215,9 +215,8 @@ class Reducer:
     def _entered(self, _: torch.Tensor, *, leaf: Any) -> None:
         """Start a backward.
 
-        Args:
-            leaf: With unused parameters, the node of a leaf from which the output was computed. It tells a backward
-                from `torch.autograd.grad` where no parameter gets a gradient.
+        With unused parameters, the node of a ``leaf`` from which the output was computed tells a backward from
+        `torch.autograd.grad` where no parameter gets a gradient.
         """
         with self._lock:
             if not (self._step and self._has_gradients()):
@@ -370,10 +369,8 @@ class Reducer:
     def _follow(self, arrived: Iterable[int], used: frozenset[int] | None, step: StepTimes | None) -> None:
         """Assign the buckets of the next step by what the ranks agree on. All ranks call it after each step.
 
-        Args:
-            arrived: The parameters that got a gradient, in that order.
-            used: The parameters that a rank has used; None if all are.
-            step: The times of this rank's step; None if it has computed nothing.
+        The gradients of this rank have ``arrived`` in that order. ``used`` is None if ranks have used all parameters, and
+        ``step`` if this rank has computed nothing.
         """
         if not self.has_rebuilt_buckets:
             self._follow_arrival(arrived, used)

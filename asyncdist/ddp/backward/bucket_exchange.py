@@ -26,11 +26,7 @@ from asyncdist.kernel import Work
 
 
 class BucketExchange:
-    """The all-reduces of one backward, or the calls of `hook` in their place.
-
-    Attributes:
-        hook: The communication hook; None without one.
-    """
+    """The all-reduces of one backward, or the calls of `hook`, if there is one, in their place."""
 
     def __init__(
         self,

@@ -69,14 +69,10 @@ class TorchJoinHook:
 
 
 def counted_group(torch_group: Any, alternative: str = "") -> Any:
-    """Return the process group of torch whose ranks torch's context counts.
-
-    Args:
-        torch_group: The group of torch.distributed that a model or an optimizer was given; None without one.
-        alternative: The advice in the error before that to pass such a group.
+    """Return the process group of torch whose ranks torch's context counts, if a model or an optimizer was given one.
 
     Raises:
-        UsageError: There is no such group.
+        UsageError: There is none. Its advice begins with the ``alternative``.
     """
     if torch_group is None:
         raise UsageError(
@@ -145,8 +141,7 @@ class TorchNames(nn.Module):
         The group must be one of torch.distributed on the back end "asyncdist". In a world of `init_process_group`, use
         `join`.
 
-        Args:
-            kwargs: ``divide_by_initial_world_size``, as in `join`; other names are ignored.
+        Of ``kwargs`` it uses ``divide_by_initial_world_size``, as in `join`.
 
         Raises:
             UsageError: The group of the model is not one of torch.distributed.

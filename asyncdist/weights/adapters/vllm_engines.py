@@ -46,12 +46,7 @@ _READ_TIMEOUT = 300.0
 
 @dataclass
 class AsyncdistInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What a worker needs to read.
-
-    Attributes:
-        job: The job at a store daemon.
-        name: The name of the weights in it.
-    """
+    """What a worker needs to read: the job at a store daemon, and the name of the weights in it."""
 
     job: str
     name: str = "weights"
@@ -59,11 +54,7 @@ class AsyncdistInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class AsyncdistUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which version a worker loads.
-
-    Attributes:
-        version: The least number of the version. A worker that finds a newer one loads that.
-    """
+    """The least number of the version that a worker loads. A worker that finds a newer one loads that."""
 
     version: int
 
@@ -118,13 +109,7 @@ class AsyncdistWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
 @dataclass
 class AsyncdistTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """The settings with which the ranks of a trainer publish.
-
-    Attributes:
-        job: The job at a store daemon.
-        name: The name of the weights in it.
-        keep: The number of versions that workers can read.
-    """
+    """The settings with which the ranks of a trainer publish; workers can read ``keep`` versions."""
 
     backend: ClassVar[str] = VLLM_BACKEND
 

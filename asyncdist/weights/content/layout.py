@@ -36,8 +36,6 @@ class TensorPlace:
 
     Attributes:
         name: Its name in the state dict.
-        dtype: Its dtype.
-        shape: Its shape.
         offset: Its first byte in the memory of the version.
         shared_with: The tensor whose memory it is, with another name: parameters may be tied. None for one with its own.
     """
@@ -59,13 +57,7 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes of one tensor that are copied and verified together.
-
-    Attributes:
-        place: The tensor.
-        offset: The first byte in the memory of the version.
-        nbytes: At most `BLOCK_NBYTES`.
-    """
+    """At most `BLOCK_NBYTES` bytes of a tensor, copied and verified together; `offset` is in the version's memory."""
 
     place: TensorPlace
     offset: int
@@ -175,12 +167,7 @@ def _check_publishable(name: str, tensor: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a reader must know of a version before it copies the bytes.
-
-    Attributes:
-        layout: The places of its tensors.
-        digests: The digest of each block.
-    """
+    """What a reader must know of a version before it copies the bytes: its layout, and the digest of each block."""
 
     layout: WeightsLayout
     digests: NDArray[np.uint64]

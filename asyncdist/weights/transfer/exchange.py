@@ -30,12 +30,7 @@ log = logging.getLogger("asyncdist")
 
 
 class WeightsExchange:
-    """The part of this process in one set of weights. Make it with `open`.
-
-    Attributes:
-        table: The versions at the store.
-        port: Gives versions to others, and gets them.
-    """
+    """The part of this process in one set of weights: the table of the store, and a port. Make it with `open`."""
 
     def __init__(self, directory: JobDirectory, table: VersionTable, port: TransferPort) -> None:
         self.table, self.port = table, port

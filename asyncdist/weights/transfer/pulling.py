@@ -29,10 +29,8 @@ _MOST_MAPPINGS = 4
 class MappedSource:
     """The mapped memory of a source.
 
-    Attributes:
-        mapping: The mapping.
-        selection: The key of the selection that is there: all of the version, or what the reader has asked for.
-        end: Tells the source that the memory is not read any more.
+    It has the ``selection`` of this key: all of the version, or what the reader asked for. ``end`` tells the source that
+    the memory is not read any more.
     """
 
     mapping: ReadMapping
