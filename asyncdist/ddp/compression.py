@@ -184,13 +184,10 @@ def codec_of(compress: Compress) -> VectorCodec | None:
     Raises:
         UsageError: No codec has this name.
     """
-    if isinstance(compress, str):
-        if compress not in _CODECS:
-            raise UsageError(f"compress={compress!r}: pass {', '.join(map(repr, _CODECS))}, a codec or None")
-        return _CODECS[compress]
-    if compress is not None and not callable(getattr(compress, "encode", None)):
+    codec = _CODECS.get(compress) if isinstance(compress, str) else compress
+    if compress is not None and not callable(getattr(codec, "encode", None)):
         raise UsageError(f"compress={compress!r}: pass {', '.join(map(repr, _CODECS))}, a codec or None")
-    return compress
+    return codec
 
 
 def drop_infinite(loss: torch.Tensor) -> None:

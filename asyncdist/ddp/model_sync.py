@@ -22,11 +22,7 @@ class Verification:
     Compares names, their order, shapes, dtypes, strides and ``requires_grad``. Cost: a broadcast of 16 bytes and an
     all-reduce of 8 bytes per rank; whole descriptions are sent only on a mismatch.
 
-    Args:
-        group: The ranks.
-        parameters: The parameters with their names, in order.
-        buffers: The buffers whose values the ranks exchange, with their names.
-        arguments: The arguments that all ranks must have passed alike, by name.
+    Of ``buffers`` it takes those whose values the ranks exchange, of ``arguments`` those that must be equal on all ranks.
     """
 
     def __init__(
@@ -138,14 +134,9 @@ def broadcast_values(group: Group, tensors: Iterable[torch.Tensor], src: int = 0
 def broadcast_buffers(group: Group, named: Sequence[tuple[str, torch.Tensor]], added: Sequence[str], src: int) -> None:
     """Overwrite buffers by those of the group's rank ``src`` before or after a forward.
 
-    Args:
-        group: The ranks.
-        named: The buffers with their names.
-        added: Names of the buffers that this rank has registered since the model was wrapped.
-        src: The rank whose values are sent.
-
     Raises:
-        MismatchError: The ranks have different buffers; it names those in ``added``.
+        MismatchError: The ranks have different buffers. It names those that this rank has ``added`` since the model was
+            wrapped.
     """
     try:
         # `data` has a version counter of its own, so that the backward of an earlier forward does not raise.

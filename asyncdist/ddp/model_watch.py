@@ -22,13 +22,9 @@ _watches: weakref.WeakKeyDictionary[nn.Module, WeakRegistry[ModelWatch]] = weakr
 
 
 class ModelWatch:
-    """The parameters that a model had when it was wrapped.
+    """The parameters that a model had when it was wrapped, but for those that are ``ignored``.
 
-    Args:
-        module: The model.
-        ignored: Names of parameters that are not averaged.
-        since: What happened then, for errors.
-        remedy: What to do about another parameter, for errors.
+    Errors say ``since`` when these parameters are fixed, and which ``remedy`` there is for another one.
     """
 
     def __init__(

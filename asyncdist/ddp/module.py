@@ -21,9 +21,8 @@ from asyncdist.ddp.hooks.running import AwaitedHook, AwaitedHookCaller, TorchHoo
 from asyncdist.ddp.model_sync import Verification, broadcast_buffers, broadcast_values
 from asyncdist.ddp.model_watch import ModelWatch
 from asyncdist.ddp.reducer import Reducer
-from asyncdist.ddp.torch_class import arguments, names
-from asyncdist.ddp.torch_class import join as torch_join
-from asyncdist.ddp.torch_class.hooks import BufferHook
+from asyncdist.ddp.torch_class import arguments
+from asyncdist.ddp.torch_class.names import TorchNames
 from asyncdist.ddp.uneven_inputs import Joining, StepKind, refuse_collectives
 from asyncdist.errors import UsageError
 from asyncdist.groups import Group
@@ -32,11 +31,7 @@ _NOT_COPIED = ("process_group", "device_mesh", "_torch_group", "_verification", 
                "_direct_gradients")  # fmt: skip
 
 
-def _option(name: str) -> property:
-    return property(lambda model: getattr(model._options, name), doc="The argument of this name.")
-
-
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(TorchNames):
     """Wrap ``module`` so that every backward averages its gradients over the ranks of ``process_group``.
 
     Construct it on every rank, after `init_process_group` and before the optimizer. Rank 0's parameters and buffers
@@ -144,8 +139,6 @@ class DistributedDataParallel(nn.Module):
         )
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = None
-        self._torch_joining: Joining | None = None
-        self.buffer_hook: BufferHook | None = None
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         group, torch_group = arguments.group_of(process_group, device_mesh)
@@ -258,7 +251,7 @@ class DistributedDataParallel(nn.Module):
             self._reducer.check()
             if self._reducer.joining is not None:
                 self._reducer.joining.check()
-        in_torch_join = torch_join.notify(self)
+        in_torch_join = self._notify_torch_join()
         if self._syncs_buffers("PRE_FORWARD"):
             self._sync_buffers()
         # A discriminator is frozen for its generator's step: the ranks have nothing to average.
@@ -288,14 +281,6 @@ class DistributedDataParallel(nn.Module):
 
     def _buffers_to_sync(self) -> list[tuple[str, torch.Tensor]]:
         return self._watch.buffers(self.module)
-
-    # -- arguments -------------------------------------------------------------------------------
-
-    find_unused_parameters = _option("find_unused_parameters")
-    gradient_as_bucket_view = _option("gradient_as_bucket_view")
-    static_graph = _option("static_graph")
-    skip_all_reduce_unused_params = _option("skip_all_reduce_unused_params")
-    lazy_bucket_allocation = _option("lazy_bucket_allocation")
 
     # -- buffers ----------------------------------------------------------------------------------
 
@@ -406,15 +391,10 @@ class DistributedDataParallel(nn.Module):
             joining.warn_of_older_optimizers()
 
     def _stop_joining(self, joining: Joining) -> None:
-        joining.close()
+        joining.optimizers.close()
         self._reducer.joining = None
         # Ranks may have left after different forwards.
         self.require_forward_param_sync = True
-
-    # The interface that torch's context `torch.distributed.algorithms.Join` uses.
-    join_hook = torch_join.join_hook
-    join_device = property(torch_join.device)
-    join_process_group = property(torch_join.process_group)
 
     # -- communication hooks ----------------------------------------------------------------------
 
@@ -485,38 +465,3 @@ class DistributedDataParallel(nn.Module):
             UsageError: No backward waits for this call.
         """
         self._reducer.finalize()
-
-    # -- further names of torch's class -----------------------------------------------------------
-
-    broadcast_buffers = property(names.broadcasts_buffers, names.set_broadcasts_buffers)
-    device = property(names.device)
-    device_type = property(names.device_type)
-    scatter = names.scatter_inputs
-    gather = names.gather_outputs
-    to_kwargs = names.inputs_on
-    _set_params_and_buffers_to_ignore_for_model = staticmethod(names.ignore)
-    _get_data_parallel_params = staticmethod(names.parameters_of)
-    _get_active_ddp_module: Any = classmethod(names.active_module)
-    _get_ddp_logging_data = names.logging_data
-    _register_buffer_comm_hook = names.register_buffer_hook
-    _register_builtin_comm_hook = names.register_builtin_hook
-    _register_fused_optim = names.register_fused_optimizer
-    _set_static_graph = names.set_static_graph
-    _set_ddp_runtime_logging_sample_rate = names.set_sample_rate
-    _set_ddp_sink_clone = names.set_sink_clone
-    _remove_autograd_hooks = names.remove_hooks
-    _check_reducer_finalized = names.check_finalized
-    _update_process_group = names.update_group
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == names.CHECKPOINT_PROBE:
-                names.tell_checkpoints(DistributedDataParallel)
-            if name in names.COMPUTED:
-                return names.COMPUTED[name](self, self._reducer)
-            explained = names.explain_missing(name)
-            if explained is None:
-                raise
-        raise AttributeError(explained, name=name, obj=self)

@@ -7,8 +7,7 @@ Called by `module`. In one backward autograd calls:
     backward ends                    _end_backward()  start the remaining all-reduces
                                      _finalize()  wait for all of them, and raise what any rank found wrong
 
-The parts are in `backward`: `GradientRecord` counts the gradients, `BucketExchange` averages the buckets, and
-`BucketAssignment` decides which parameters the buckets of the next step hold.
+The parts are in `backward`: `GradientRecord` counts the gradients, and `BucketExchange` averages the buckets.
 
 Elements after the gradients of the last bucket, its *flags*, tell all ranks whether a rank found a fault, and which
 parameters were used where some may be unused. They cost no message of their own.
@@ -17,9 +16,10 @@ parameters were used where some may be unused. They cost no message of their own
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from operator import attrgetter
 from time import perf_counter
 from typing import Any
@@ -27,14 +27,13 @@ from typing import Any
 import torch
 
 from asyncdist.base.lifecycle import WeakRegistry
-from asyncdist.base.ops import Reduction
-from asyncdist.ddp.backward.arrivals import Arrivals
-from asyncdist.ddp.backward.bucket_assignment import BucketAssignment
+from asyncdist.base.ops import ReduceOp, Reduction
+from asyncdist.ddp import buckets
 from asyncdist.ddp.backward.bucket_exchange import BucketExchange
 from asyncdist.ddp.backward.bucket_set import BucketSet, ReducerOptions
 from asyncdist.ddp.backward.bucket_tuning import BucketTuning
 from asyncdist.ddp.backward.faults import Faults
-from asyncdist.ddp.backward.gradient_hooks import GradientHook, GradientHooks
+from asyncdist.ddp.backward.gradient_hooks import Arrivals, GradientHook, GradientHooks
 from asyncdist.ddp.backward.gradient_record import GradientRecord
 from asyncdist.ddp.backward.graph import (
     accumulates,
@@ -53,6 +52,8 @@ from asyncdist.errors import GradientError, UsageError
 from asyncdist.groups import Group
 from asyncdist.kernel import torch_private
 
+log = logging.getLogger("asyncdist")
+
 _requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
 _reducers: WeakRegistry[Reducer] = WeakRegistry()
@@ -64,12 +65,8 @@ class Reducer:
 
     A forward arms it for the next backward, as in torch, because a forward may return objects in which no tensor is found.
 
-    Args:
-        group: The ranks.
-        named: The parameters with their names.
-        options: How gradients are treated.
-        verification: Compares the models of the ranks before the first exchange.
-        watch: Raises if the model now trains other parameters. Asked when a parameter got no gradient.
+    The ``verification`` compares the models of the ranks before the first exchange. The ``watch``, which is asked when a
+    parameter got no gradient, raises if the model now trains other parameters.
     """
 
     def __init__(
@@ -85,21 +82,24 @@ class Reducer:
         self.last_step: StepTimes | None = None
         self.manual = False
         """Whether the caller, instead of the end of backward, calls `finalize`."""
+        self.has_rebuilt_buckets = False
+        """Whether buckets follow the order of the gradients in the first backward."""
         self.futures: list[Any] = []
         """Futures of torch, of a buffer hook, for which the next backward waits."""
         self._group = group
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
-        self._options = options
+        self.options = options
         self._watch = watch
         # Where parameters may be unused: those with a gradient in the last backward.
         self._used_before: Set[int] = frozenset()
-        count, total = len(named), sum(parameter.nbytes for parameter in self._parameters)
+        total = sum(parameter.nbytes for parameter in self._parameters)
+        self.tuning = BucketTuning(total, tries=group.size() > 1) if options.tunes_buckets else None
+        """With ``bucket_cap_mb="auto"``, the sizes that are tried; else None."""
         self._bucket_set = BucketSet(named, options, shares_memory=group.shares_memory, is_alone=group.size() == 1)
-        self._record = GradientRecord(self._bucket_set, options, Faults(group, self._names), count)
+        self._record = GradientRecord(self._bucket_set, options, Faults(group, self._names), len(named))
         self._exchange = BucketExchange(group, self._bucket_set, self._record, self._parameters, verification)
-        self._assignment = BucketAssignment(group, self._bucket_set, options, total, count)
         # A model on several devices has one backward thread per device.
         self._lock = threading.Lock()
         self._step: StepTimes | None = None
@@ -110,7 +110,8 @@ class Reducer:
         # Parameters for which `bucket_memory` has returned memory in this backward.
         self._placed: set[int] = set()
         for other in _reducers.living():
-            if other.has_ended and not other._numbers.keys().isdisjoint(self._numbers):
+            # One whose group has failed or was destroyed leaves the parameters to this one.
+            if other._group.error is not None and not other._numbers.keys().isdisjoint(self._numbers):
                 other.remove_hooks()
         _reducers.add(self)
         self._arrivals = Arrivals(self._parameters)
@@ -120,34 +121,9 @@ class Reducer:
         self._install_hooks()
 
     @property
-    def limits(self) -> Sequence[int]:
-        """The caps of the buckets in bytes, as `buckets.assign` takes them."""
-        return self._options.limits
-
-    @property
-    def tuning(self) -> BucketTuning | None:
-        """With ``bucket_cap_mb="auto"``, the sizes that are tried; else None."""
-        return self._assignment.tuning
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the group has failed or was destroyed, so that another reducer may take over the parameters."""
-        return self._group.error is not None
-
-    @property
     def trains(self) -> bool:
         """Whether a parameter requires a gradient now."""
         return any(map(_requires_grad, self._parameters))
-
-    @property
-    def may_lack_gradients(self) -> bool:
-        """Whether a parameter may get no gradient in a backward."""
-        return self._bucket_set.allows_unused
-
-    @property
-    def has_rebuilt_buckets(self) -> bool:
-        """Whether buckets follow the order of the gradients in the first backward."""
-        return self._assignment.follows_arrival
 
     @property
     def hook_name(self) -> str | None:
@@ -195,7 +171,7 @@ class Reducer:
 
     def set_static_graph(self) -> None:
         """Treat the graph as static from the next backward on."""
-        self._options.static_graph = True
+        self.options.static_graph = True
         self._bucket_set.assign()
         self._install_hooks()
 
@@ -239,9 +215,8 @@ class Reducer:
     def _entered(self, _: torch.Tensor, *, leaf: Any) -> None:
         """Start a backward.
 
-        Args:
-            leaf: With unused parameters, the node of a leaf from which the output was computed. It tells a backward
-                from `torch.autograd.grad` where no parameter gets a gradient.
+        With unused parameters, the node of a ``leaf`` from which the output was computed tells a backward from
+        `torch.autograd.grad` where no parameter gets a gradient.
         """
         with self._lock:
             if not (self._step and self._has_gradients()):
@@ -359,7 +334,7 @@ class Reducer:
         has_faults, used = bool(flags[0]), self._used_anywhere(flags)
         self._bucket_set.write_back(used)
         self._record.used.clear()
-        self._assignment.follow(self._record.seen, used, step)
+        self._follow(self._record.seen, used, step)
         step.finished = perf_counter()
         self.last_step, self._step = step, None
         if has_faults:
@@ -369,7 +344,7 @@ class Reducer:
             if not before <= self._used_before:
                 self._watch.check_again()
         step_in_backward(self._parameters)
-        if self._options.lazy_bucket_allocation and not self._options.gradient_as_bucket_view:
+        if self.options.lazy_bucket_allocation and not self.options.gradient_as_bucket_view:
             for bucket in self._bucket_set.buckets:
                 bucket.release()
 
@@ -385,9 +360,45 @@ class Reducer:
         self._record.begin()
         self._record.used.clear()
         flags = self._exchange.average_zeros(reduction)
-        self._assignment.follow((), self._used_anywhere(flags), None)
+        self._follow((), self._used_anywhere(flags), None)
         if bool(flags[0]):
             self._record.faults.raise_on_all_ranks()
+
+    # -- the buckets of the next step ---------------------------------------------------------
+
+    def _follow(self, arrived: Iterable[int], used: frozenset[int] | None, step: StepTimes | None) -> None:
+        """Assign the buckets of the next step by what the ranks agree on. All ranks call it after each step.
+
+        The gradients of this rank have ``arrived`` in that order. ``used`` is None if ranks have used all parameters, and
+        ``step`` if this rank has computed nothing.
+        """
+        if not self.has_rebuilt_buckets:
+            self._follow_arrival(arrived, used)
+        elif self.tuning is not None and self.tuning.chosen is None:
+            seconds = 0.0 if step is None else max(each.finished for each in step.buckets) - step.backward_started
+            self._tune(self.tuning, seconds)
+
+    def _follow_arrival(self, arrived: Iterable[int], used: frozenset[int] | None) -> None:
+        """Assign the parameters in the order in which rank 0's gradients have arrived."""
+        count = len(self._parameters)
+        order = torch.tensor(buckets.arrival_order(arrived, count), device="cpu")
+        self._group.broadcast(order, 0, background=False).wait()
+        if self.options.skip_all_reduce_unused_params and used is not None:
+            self._bucket_set.skipped = frozenset(range(count)) - used
+        if self.tuning is not None:
+            self.options.limits = self.tuning.limits
+        self._bucket_set.assign(order.tolist())
+        self.has_rebuilt_buckets = True
+
+    def _tune(self, tuning: BucketTuning, seconds: float) -> None:
+        if tuning.record(seconds):
+            medians = torch.tensor(tuning.medians, dtype=torch.float64, device="cpu")
+            self._group.all_reduce(medians, ReduceOp.MAX, background=False).wait()
+            if tuning.decide(medians.tolist()) and self._group.rank() == 0:
+                log.info("DistributedDataParallel uses %s", tuning)
+        if tuning.limits != self.options.limits:
+            self.options.limits = tuning.limits
+            self._bucket_set.assign()
 
 
 def _hook(reducer: weakref.ref[Reducer], index: int) -> GradientHook:

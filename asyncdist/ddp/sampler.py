@@ -136,8 +136,6 @@ class DistributedSampler(Sampler[int]):
         members = resolve_group(group)
         self._deal_to(members.size(), members.rank())
 
-    # -- saving and resuming ----------------------------------------------------------------------
-
     def advance(self, count: int) -> None:
         """Count the samples with which the training loop has done a step, on every rank alike.
 

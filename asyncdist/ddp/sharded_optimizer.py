@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from asyncdist.base.callables import Closure
 from asyncdist.ddp.torch_class.arguments import group_of
-from asyncdist.ddp.torch_class.join import counted_group
+from asyncdist.ddp.torch_class.names import counted_group
 from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.groups import AnyGroup, Group
 from asyncdist.kernel import Work, c10d_private, whole_number_of
@@ -144,6 +144,9 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _everything(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
+    def _places(self) -> dict[torch.Tensor, int]:
+        return {parameter: place for place, parameter in enumerate(self._everything())}
+
     def _partition(self) -> list[list[list[torch.Tensor]]]:
         """Return each rank's parameters of each parameter group. Further groups change nothing for earlier ones."""
         sizes = [0] * self._group.size()
@@ -183,9 +186,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     @staticmethod
     def _copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
         for one, other in zip(source, target, strict=True):
-            for name, value in one.items():
-                if name != "params":
-                    other[name] = value
+            other.update({name: value for name, value in one.items() if name != "params"})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, such as those of layers that are trained from now on. Every rank calls it."""
@@ -265,7 +266,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _local_state(self) -> LocalState:
         """Return the state of this rank's parameters by their places, with tensors on the CPU."""
         assert self.optim is not None
-        places = {parameter: place for place, parameter in enumerate(self._everything())}
+        places = self._places()
         return {places[parameter]: _on_cpu(state) for parameter, state in self.optim.state.items()}
 
     def _with(self, state: LocalState) -> dict[str, Any]:
@@ -325,7 +326,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _load(self, state: LocalState) -> None:
         """Keep this rank's share of a state by places."""
         assert self.optim is not None
-        places = {parameter: place for place, parameter in enumerate(self._everything())}
+        places = self._places()
         groups, local, count = [], {}, 0
         for group, mine in zip(self.param_groups, self.optim.param_groups, strict=True):
             for number, parameter in enumerate(mine["params"]):
@@ -351,8 +352,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         Returns:
             The places of the parameters whose state was lost, among all parameters.
         """
-        old, owned = self._group, self._owned_by_rank()
-        places = {parameter: place for place, parameter in enumerate(self._everything())}
+        old, owned, places = self._group, self._owned_by_rank(), self._places()
         self._group, self._torch_group = group_of(group, None)
         states: list[Any] = [None] * self._group.size()
         self._group.all_gather_object(states, self._local_state(), weights_only=True, background=False).wait()

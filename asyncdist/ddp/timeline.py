@@ -22,21 +22,10 @@ _MOST_ROWS = 16
 """The number of buckets with a label of their own."""
 
 
-def timeline_of(step: StepTimes | None, names: Sequence[Sequence[str]], path: str | PathLike[str] | None) -> str:
-    """Draw a step into a file, unless that is None, and return its description. Raises UsageError if there is no step."""
-    if step is None:
-        raise UsageError("no backward has averaged gradients yet: call timeline() after one")
-    if path is not None:
-        write_timeline(step, names, Path(path))
-    return describe_step(step, names)
-
-
 def describe_step(step: StepTimes, names: Sequence[Sequence[str]]) -> str:
     """Return a sentence with the times of a step, how much communication was hidden, and which parameters came last.
 
-    Args:
-        step: The times of a step.
-        names: The names of the parameters in each bucket.
+    ``names`` are those of the parameters in each bucket.
     """
     last = max(step.buckets, key=lambda bucket: bucket.ready, default=None)
     late = "" if last is None else f"; the last gradients were those of {_some(names[last.index])}"
@@ -48,17 +37,20 @@ def describe_step(step: StepTimes, names: Sequence[Sequence[str]]) -> str:
     )
 
 
-def write_timeline(step: StepTimes, names: Sequence[Sequence[str]], path: Path) -> None:
-    """Draw a step into a file.
-
-    Args:
-        step: The times of the step.
-        names: The names of the parameters in each bucket.
-        path: A file whose name ends in png, svg or pdf.
+def timeline_of(step: StepTimes | None, names: Sequence[Sequence[str]], path: str | PathLike[str] | None) -> str:
+    """Draw a step into a file, unless that is None, and return its description.
 
     Raises:
-        UsageError: matplotlib is not installed, or cannot write a file with this name.
+        UsageError: There is no step, matplotlib is not installed, or it cannot write a file with this name.
     """
+    if step is None:
+        raise UsageError("no backward has averaged gradients yet: call timeline() after one")
+    if path is not None:
+        _write(step, names, Path(path))
+    return describe_step(step, names)
+
+
+def _write(step: StepTimes, names: Sequence[Sequence[str]], path: Path) -> None:
     require_matplotlib(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

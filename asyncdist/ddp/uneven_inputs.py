@@ -14,13 +14,19 @@ The announcement is an all-gather of one byte per rank, so every rank knows the 
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterable
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from asyncdist.base.ops import ReduceOp, Reduction, premul_sum
-from asyncdist.ddp.stale_optimizers import OptimizerWatch
 from asyncdist.ddp.sync_batchnorm import SyncBatchNorm
 from asyncdist.errors import MismatchError, UnevenInputsError, UsageError
 from asyncdist.groups import Group
@@ -41,7 +47,7 @@ class Joining:
 
     def __init__(self, group: Group, module: nn.Module, *, divides_by_all: bool, throws: bool) -> None:
         self.active = list(range(group.size()))
-        self._optimizers = OptimizerWatch(module.parameters())
+        self.optimizers = OptimizerWatch(module.parameters())
         self._group = group
         self._divides_by_all = divides_by_all
         self._throws = throws
@@ -50,8 +56,6 @@ class Joining:
     def is_even(self) -> bool:
         """Whether no rank has run out before another."""
         return len(self.active) == self._group.size()
-
-    # -- a rank that has inputs -----------------------------------------------------------------
 
     def check(self) -> None:
         """Raise UnevenInputsError if a rank has run out of inputs and ``throws`` is set."""
@@ -75,26 +79,18 @@ class Joining:
             self._announce(StepKind.average)
         return self.present_reduction
 
-    # -- a rank that has run out ----------------------------------------------------------------
-
     def stand_in(self) -> StepKind:
         """Return the next step of the ranks with inputs left, which this rank follows; ``end`` without such ranks.
 
         With ``throws``, raise UnevenInputsError if another rank has inputs left.
         """
-        self._optimizers.stands_in = True
+        self.optimizers.stands_in = True
         return self._announce(StepKind.end)
-
-    # -- all ------------------------------------------------------------------------------------
 
     def warn_of_older_optimizers(self) -> None:
         """Let the next step warn if this rank ran out before others and its optimizers' state is still the older one."""
         if self._group.rank() not in self.active:
-            self._optimizers.warn_at_next_steps(self._group.ranks[self.active[-1]])
-
-    def close(self) -> None:
-        """End the block on this rank. Idempotent."""
-        self._optimizers.close()
+            self.optimizers.warn_at_next_steps(self._group.ranks[self.active[-1]])
 
     @property
     def present_reduction(self) -> Reduction:
@@ -146,3 +142,76 @@ def refuse_collectives(module: nn.Module) -> None:
                 f"module {name!r} is a SyncBatchNorm, whose forward needs all ranks: pass "
                 "throw_on_early_termination=True to join()"
             )
+
+
+_watches: list[OptimizerWatch] = []
+_is_hooked = False
+
+
+class OptimizerWatch:
+    """The optimizers that step the parameters of one model on this rank, from the construction to `close`.
+
+    A rank that ran out of inputs makes fewer steps, so its momentum or moments differ from those of the other ranks. The
+    parameters are equal after the block, and the first step after it makes them differ.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        global _is_hooked
+        self.stands_in = False
+        """Whether this rank has run out of inputs."""
+        self._parameters = set(map(id, parameters))
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        _watches.append(self)
+        # Never removed: torch iterates over these hooks while another thread steps.
+        if not _is_hooked:
+            _is_hooked = True
+            register_optimizer_step_post_hook(_note_step)
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer, of this model or not, has made a step."""
+        # Torch's Join lets a ZeroRedundancyOptimizer follow the steps of the other ranks.
+        if self.stands_in:
+            self._stepped.discard(optimizer)
+        elif any(id(each) in self._parameters for group in optimizer.param_groups for each in group["params"]):
+            self._stepped.add(optimizer)
+
+    def close(self) -> None:
+        """Stop looking at steps. Idempotent."""
+        with contextlib.suppress(ValueError):
+            _watches.remove(self)
+
+    def warn_at_next_steps(self, source: int) -> None:
+        """Warn at the next step of each optimizer if its state is what it is now; global rank ``source`` has the newest."""
+        for optimizer in self._stepped:
+            state = _first_state(optimizer)
+            if state is not None:
+                _warn_at_next_step(optimizer, state, source)
+
+
+def _note_step(optimizer: Optimizer, *_: Any) -> None:
+    for watch in tuple(_watches):
+        watch.note_step(optimizer)
+
+
+def _first_state(optimizer: Optimizer) -> torch.Tensor | None:
+    """Return a tensor of the state that depends on gradients, such as a momentum buffer; None without one."""
+    states = (each for state in optimizer.state.values() for each in state.values())
+    return next((each for each in states if isinstance(each, torch.Tensor) and each.dim() > 0), None)
+
+
+def _warn_at_next_step(optimizer: Optimizer, state: torch.Tensor, source: int) -> None:
+    before = state.detach().clone()
+
+    def check(*_: Any) -> None:
+        hook.remove()
+        now = _first_state(optimizer)
+        if now is not None and now.shape == before.shape and torch.equal(now, before):
+            warnings.warn(
+                f"the state of this {type(optimizer).__name__} is older than that of rank {source}, because this rank ran "
+                "out of inputs before it in join(): from this step on, the parameters of the ranks drift apart. After each "
+                f"join() broadcast the tensors in optimizer.state from rank {source} on all ranks, or use an optimizer "
+                "without state",
+                stacklevel=3,
+            )
+
+    hook = optimizer.register_step_pre_hook(check)

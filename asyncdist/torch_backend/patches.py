@@ -1,7 +1,7 @@
 """Every function of torch that this package replaces, with the reason. Without this back end it replaces none.
 
 `torch_backend` applies them when it is imported. A program without it may save a model in a checkpoint of torch, so
-`asyncdist.ddp.torch_class.names.tell_checkpoints` sets a name there when torch first meets a wrapped model. Additions to
+`asyncdist.ddp.torch_class.names` sets a name there when torch first meets a wrapped model. Additions to
 torch are elsewhere: the back end in `registration`, operators in `kernels`, the init method in `rendezvous`.
 """
 

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any, Self
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout
-from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.weights.content.selection import Slices
-from asyncdist.weights.publishing import Publishing, Source
-from asyncdist.weights.subscribing import Subscribing
+from asyncdist.weights.publisher import PublisherBase
+from asyncdist.weights.subscriber import SubscriberBase
 from asyncdist.weights.transfer.version_table import ReaderStatus, Version
 
 
-class BlockingPublisher(ProcessBound):
+class BlockingPublisher(PublisherBase):
     """`asyncdist.weights.Publisher` for programs without an event loop: ``with``, and calls that block.
 
     The arguments, attributes and errors are those of `asyncdist.weights.Publisher`. Any thread may call the methods.
@@ -32,24 +29,12 @@ class BlockingPublisher(ProcessBound):
         ...     publisher.publish(step)
     """
 
-    _elsewhere = "the other process enters one of its own: send the URL of the job instead"
-
-    def __init__(
-        self, source: Source, *, job: str, name: str = "weights", keep: int = 2, timeout: Timeout = None
-    ) -> None:
-        self._publishing = Publishing(source, job, name, keep, timeout)
-
     def __enter__(self) -> Self:
         background_loop().run(self._publishing.open())
         return self
 
     def __exit__(self, *error: object) -> None:
         background_loop().run(self._publishing.close())
-
-    @property
-    def incarnation(self) -> int:
-        """The number of this publisher."""
-        return self._publishing.incarnation
 
     def publish(self, step: int | None = None) -> Version:
         """Make the present values of the tensors the newest version, and return it once readers can see it."""
@@ -64,7 +49,7 @@ class BlockingPublisher(ProcessBound):
         return background_loop().run(self._publishing.wait_for_readers(version, timeout))
 
 
-class BlockingSubscriber(ProcessBound):
+class BlockingSubscriber(SubscriberBase):
     """`asyncdist.weights.Subscriber` for programs without an event loop: ``with``, ``for``, and calls that block.
 
     The arguments, attributes and errors are those of `asyncdist.weights.Subscriber`. Any thread may call the methods.
@@ -75,20 +60,6 @@ class BlockingSubscriber(ProcessBound):
         ...         with subscriber.swap(version):
         ...             pass
     """
-
-    _elsewhere = "the other process enters one of its own: send the URL of the job instead"
-
-    def __init__(
-        self,
-        like: Source | None = None,
-        *,
-        job: str,
-        name: str = "weights",
-        slices: Slices | None = None,
-        copies: int = 2,
-        timeout: Timeout = None,
-    ) -> None:
-        self._subscribing = Subscribing(like, job, name, slices, copies, timeout)
 
     def __enter__(self) -> Self:
         background_loop().run(self._subscribing.open())
@@ -117,15 +88,6 @@ class BlockingSubscriber(ProcessBound):
             self._subscribing.withdraw(shown)
             raise
         background_loop().run(self._subscribing.commit(shown))
-
-    def reading(self) -> AbstractContextManager[tuple[Any, Version]]:
-        """Return a context in which the current copy does not change: the model and its version."""
-        return self._subscribing.reading()
-
-    @property
-    def current(self) -> Version | None:
-        """The version that new requests read; None before the first."""
-        return self._subscribing.current
 
 
 Publisher = BlockingPublisher

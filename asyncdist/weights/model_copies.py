@@ -20,7 +20,7 @@ from asyncdist.base.callables import Callback
 from asyncdist.errors import UsageError
 from asyncdist.weights.content.selection import Selection
 from asyncdist.weights.errors import WeightsError
-from asyncdist.weights.publishing import Source, tensors_of
+from asyncdist.weights.publisher import Source, tensors_of
 from asyncdist.weights.transfer.held_version import HeldVersion
 from asyncdist.weights.transfer.version_table import Version
 
@@ -49,7 +49,6 @@ class ModelCopy:
 
     @property
     def version(self) -> Version:
-        """The version that it shows."""
         assert self.held is not None
         return self.held.version
 
@@ -100,10 +99,8 @@ class ModelCopy:
 class ModelCopies:
     """The copies of a subscriber. Any thread may begin and end to read; the other methods belong to one thread.
 
-    Args:
-        like: The module or the tensors of which copies are made; None for dicts of all tensors that are published.
-        count: The number of copies.
-        on_drained: Called by any thread when the last request of a version that is not the current one has ended.
+    They are copies of ``like``; None stands for dicts of all tensors that are published. Any thread calls ``on_drained``
+    when the last request of a version that is not the current one has ended.
     """
 
     def __init__(self, like: Source | None, count: int, on_drained: Callback) -> None:
@@ -137,7 +134,6 @@ class ModelCopies:
             return self._current
 
     def end_reading(self, read: ModelCopy) -> None:
-        """End one reading of a copy."""
         with self._lock:
             read.num_readers -= 1
             is_drained = not read.num_readers and read is not self._current
@@ -164,7 +160,6 @@ class ModelCopies:
             spare.num_readers += 1
 
     def make_current(self, shown: ModelCopy) -> None:
-        """Let new requests read a copy."""
         with self._lock:
             self._current = shown
 

@@ -12,15 +12,14 @@ of all gradients, and the loss and the accuracy on held-out data after equal ste
 """
 
 import argparse
-import multiprocessing
-import os
 import statistics
 import tempfile
 import time
 
 import torch
-from table import write_into_page
 from torch import nn
+
+from benchmarks.processes import Nursery
 
 
 class Digits(nn.Module):
@@ -84,6 +83,7 @@ class Transformer(nn.Module):
 
 
 KINDS = {"Digits": Digits, "Transformer": Transformer}
+PATIENCE = 3600.0
 WARM_UPS = 12
 """More than the steps in which `PowerSGD` sends gradients as they are."""
 
@@ -159,8 +159,8 @@ def train(group, kind, hook, seed):
     return sum(sent) / all_bytes if sent else 1.0, held_out, accuracy
 
 
-def measure_accuracy(group, results, options):
-    """Train every combination of a hook, a model and a seed; rank 0 sends the rows of the table."""
+def measure_accuracy(group, options):
+    """Train every combination of a hook, a model and a seed, and yield the rows of the table."""
     for name, make in chosen(options):
         cells = [name]
         for kind in options.models:
@@ -168,15 +168,15 @@ def measure_accuracy(group, results, options):
             volumes, losses, accuracies = zip(*found, strict=True)
             percent = [100 * each for each in accuracies]
             cells += [f"{volumes[0]:.3f}", spread(losses, ".3f"), spread(percent, ".1f")]
-        results.put(cells)
+        yield cells
 
 
-def measure_cost(group, results, options):
-    """Give the hooks the same gradients in turns; rank 0 sends the rows of the table.
+def measure_cost(group, options):
+    """Give the hooks the same gradients in turns, and yield the rows of the table.
 
     Waiting threads sleep (ASYNCDIST_SPIN_US=0), so that the processor time is that of the hook's work.
     """
-    from asyncdist.ddp import DistributedDataParallel
+    from asyncdist.ddp import DistributedDataParallel, hooks
 
     shapes = [nn.Linear(1024, 1024, bias=False) for _ in range(4)]
     mib = sum(layer.weight.nbytes for layer in shapes) / (1 << 20)
@@ -186,7 +186,7 @@ def measure_cost(group, results, options):
         # One bucket: the hook begins when nothing else computes.
         model = DistributedDataParallel(nn.Sequential(*shapes), process_group=group, bucket_cap_mb=1024)
         models[name], times[name] = model, []
-        model.register_async_comm_hook(timed(make() or average(), times[name]))
+        model.register_async_comm_hook(timed(make() or hooks.average, times[name]))
         shapes = [nn.Linear(1024, 1024, bias=False) for _ in range(4)]
     for turn in range(-WARM_UPS, options.steps):
         for model in models.values():
@@ -197,7 +197,7 @@ def measure_cost(group, results, options):
         if turn < 0:
             [each.clear() for each in times.values()]
     for name, found in times.items():
-        results.put([name, *(f"{1e3 * statistics.median(each) / mib:.2f}" for each in zip(*found, strict=True))])
+        yield [name, *(f"{1e3 * statistics.median(each) / mib:.2f}" for each in zip(*found, strict=True))]
 
 
 def chosen(options):
@@ -217,49 +217,32 @@ def timed(hook, times):
     return run
 
 
-def average():
-    """Return what a model without a hook does, as a hook."""
-    from asyncdist.ddp import hooks
-
-    return hooks.average
-
-
 def spread(values, form):
     """Return the mean of the seeds, and the least and the largest."""
     return f"{statistics.mean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
-def rank_main(rank, where, results, options):
-    """Measure on one of two ranks; rank 0 reports."""
-    if options.cost:
-        os.environ["ASYNCDIST_SPIN_US"] = "0"
+def measure(test, rank, where, options):
+    """Measure on one of two ranks; rank 0 sends the rows of the table."""
     import asyncdist.sync as dist
 
     torch.set_num_threads(1)
     with dist.process_group(init_method=where, rank=rank, world_size=2) as group:
-        (measure_cost if options.cost else measure_accuracy)(group, results if rank == 0 else Discarded(), options)
-
-
-class Discarded:
-    """Takes the rows of rank 1."""
-
-    def put(self, cells):
-        pass
+        for cells in (measure_cost if options.cost else measure_accuracy)(group, options):
+            if rank == 0:
+                test.send(cells)
 
 
 def rows(options):
     """Run both ranks, and yield the rows of the table."""
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        where = f"file://{folder}/{os.getpid()}"
-        ranks = [context.Process(target=rank_main, args=(rank, where, results, options)) for rank in range(2)]
-        for rank in ranks:
-            rank.start()
+    environment = {"ASYNCDIST_SPIN_US": "0"} if options.cost else {}
+    with tempfile.TemporaryDirectory() as folder, Nursery(("asyncdist.sync", "asyncdist.ddp")) as nursery:
+        where = f"file://{folder}/world"
+        ranks = [nursery.start(__file__, "measure", rank, where, options, environment=environment) for rank in range(2)]
         for _ in chosen(options):
-            yield results.get()
+            yield ranks[0].hear(PATIENCE)
         for rank in ranks:
-            rank.join()
+            rank.wait()
 
 
 def header(options):
@@ -289,6 +272,8 @@ def main():
         made += f"| {' | '.join(cells)} |\n"
         print(made.splitlines()[-1], flush=True)
     if not options.print:
+        from table import write_into_page
+
         write_into_page("costs of hooks" if options.cost else "hooks", made)
 
 

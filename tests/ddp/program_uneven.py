@@ -62,7 +62,10 @@ def train(test, rank, where, transport):
 
 
 def train_in_torchs_join(test, rank, where):
-    """Send the warnings of a step after an uneven epoch: with torch's optimizer, and with a sharded one that follows."""
+    """Send the warnings of a step after an uneven epoch, and the parameters before it.
+
+    With torch's optimizer, and with a sharded one that follows the steps of the other rank.
+    """
     torch.set_num_threads(1)
     distributed.init_process_group("asyncdist", init_method=where, rank=rank, world_size=2)
 
@@ -78,10 +81,11 @@ def train_in_torchs_join(test, rank, where):
         with Join([model, optimizer] if follows else [model]):
             for _ in range(1 + rank):
                 step()
+        parameters = [parameter.detach().tolist() for parameter in model.parameters()]
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             step()
-        return [str(each.message) for each in found]
+        return [str(each.message) for each in found], parameters
 
     sharded = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam)
     test.send((warned(torch.optim.Adam, follows=False), warned(sharded, follows=True)))

@@ -6,10 +6,11 @@ from torch import nn
 
 from asyncdist.ddp import DistributedDataParallel, hooks
 from asyncdist.errors import GradientError, UsageError
+from tests.support.pairs import each_pair
 from tests.support.ranks import on_ranks
 
-AVERAGE, OWN = 1.5, (1.0, 2.0)
-"""The gradients of `Layers` on two ranks."""
+AVERAGE = 1.5
+"""The gradient of `Layers` on two ranks."""
 
 
 class Layers(nn.Module):
@@ -20,8 +21,8 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(count))
         self.wrap = lambda output: output
 
-    def forward(self, x, used=None):
-        return self.wrap(sum(layer(x) for layer in (self.layers if used is None else self.layers[used])))
+    def forward(self, x):
+        return self.wrap(sum(layer(x) for layer in self.layers))
 
 
 class Opaque:
@@ -29,9 +30,9 @@ class Opaque:
         self.tensor = tensor
 
 
-def step(model, group, used=None):
+def step(model, group):
     model.zero_grad()
-    output = model(torch.full((1, 1), group.rank() + 1.0, dtype=next(model.parameters()).dtype), used)
+    output = model(torch.full((1, 1), group.rank() + 1.0, dtype=next(model.parameters()).dtype))
     (output.tensor if isinstance(output, Opaque) else output).sum().backward()
     return [None if each.grad is None else each.grad.item() for each in model.parameters()]
 
@@ -43,48 +44,31 @@ def swap(parameter, **how):
 OPTIONS = [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": False}]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("which", [[0], [0, 1, 2]])
-@on_ranks(2)
-def test_swapped_parameters_are_averaged(group, options, which):
-    model = DistributedDataParallel(Layers(), process_group=group, bucket_cap_mb=1e-6, **options)
-    found = [step(model, group)]
-    for _ in range(2):
-        for _ in range(3):
-            for index in which:
-                swap(model.module.layers[index].weight)
-        found += [step(model, group), step(model, group)]
-    assert found == [[AVERAGE] * 3] * 5
-
-
-@on_ranks(2)
-def test_swapped_parameters_are_averaged_if_the_output_hides_its_tensors(group):
-    module = Layers()
-    module.wrap = Opaque
-    model = DistributedDataParallel(module, process_group=group)
-    for parameter in model.parameters():
-        swap(parameter)
-    assert step(model, group) == [AVERAGE] * 3
-
-
-@on_ranks(1)
-def test_swapped_parameter_has_its_gradient_counted_in_a_world_of_one_rank(group):
-    model = DistributedDataParallel(Layers(), process_group=group)
-    swap(model.module.layers[0].weight)
-    assert step(model, group) == [1.0] * 3
-
-
-def test_tensor_that_got_the_former_content_of_a_parameter_is_not_averaged(together):
+@each_pair(options=OPTIONS, which=[[0], [0, 1, 2]], size=[2, 1], wrap=[lambda output: output, Opaque])
+def test_swapped_parameters_are_averaged(together, options, which, size, wrap):
     def rank(group):
-        model, other = DistributedDataParallel(Layers(), process_group=group), Layers()
-        found = []
+        module = Layers()
+        module.wrap = wrap
+        model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=1e-6, **options)
+        found = [step(model, group)]
         for _ in range(2):
-            torch.utils.swap_tensors(model.module.layers[0].weight, other.layers[0].weight)
-            found += [step(model, group), step(other, group)]
+            for _ in range(3):
+                for index in which:
+                    swap(module.layers[index].weight)
+            found += [step(model, group), step(model, group)]
         return found
 
-    for own, found in zip(OWN, together(2, rank), strict=True):
-        assert found == [[AVERAGE] * 3, [own] * 3] * 2
+    assert together(size, rank) == [[[(size + 1) / 2] * 3] * 5] * size
+
+
+@on_ranks(2)
+def test_tensor_that_got_the_former_content_of_a_parameter_is_not_averaged(group):
+    model, other = DistributedDataParallel(Layers(), process_group=group), Layers()
+    found = []
+    for _ in range(2):
+        torch.utils.swap_tensors(model.module.layers[0].weight, other.layers[0].weight)
+        found += [step(model, group), step(other, group)]
+    assert found == [[AVERAGE] * 3, [group.rank() + 1.0] * 3] * 2
 
 
 @on_ranks(2)
@@ -119,22 +103,19 @@ def test_modules_that_swap_their_parameters_are_loaded_and_cast_after_wrapping(g
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_generator_is_averaged_while_its_discriminator_is_frozen(together, options):
-    def rank(group):
-        generator, discriminator = (DistributedDataParallel(Layers(), process_group=group, **options) for _ in range(2))
-        found = []
-        for _ in range(3):
-            discriminator.requires_grad_(False)
-            generator.zero_grad()
-            discriminator(generator(torch.full((1, 1), group.rank() + 1.0))).sum().backward()
-            slope = sum(each.item() for each in discriminator.parameters())
-            found += [each.grad.item() / slope for each in generator.parameters()]
-            discriminator.requires_grad_(True)
-            found += step(discriminator, group)
-        return found
-
-    for found in together(2, rank):
-        assert found == pytest.approx([AVERAGE] * 18)
+@on_ranks(2)
+def test_generator_is_averaged_while_its_discriminator_is_frozen(group, options):
+    generator, discriminator = (DistributedDataParallel(Layers(), process_group=group, **options) for _ in range(2))
+    found = []
+    for _ in range(3):
+        discriminator.requires_grad_(False)
+        generator.zero_grad()
+        discriminator(generator(torch.full((1, 1), group.rank() + 1.0))).sum().backward()
+        slope = sum(each.item() for each in discriminator.parameters())
+        found += [each.grad.item() / slope for each in generator.parameters()]
+        discriminator.requires_grad_(True)
+        found += step(discriminator, group)
+    assert found == pytest.approx([AVERAGE] * 18)
 
 
 @on_ranks(2)
@@ -178,23 +159,22 @@ def replace_layers_in_dictionaries(module, which):
         module.layers._modules[str(index)] = nn.Linear(1, 1, bias=False)
 
 
-@pytest.mark.parametrize("replace", [replace_in_dictionaries, replace_layers_in_dictionaries])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize(
+    ("replace", "unused", "which"),
+    [
+        (replace_in_dictionaries, False, [0, 1, 2]),
+        (replace_in_dictionaries, True, [0, 1, 2]),
+        (replace_in_dictionaries, True, [1]),
+        (replace_layers_in_dictionaries, False, [0, 1, 2]),
+        (replace_layers_in_dictionaries, True, [0, 1, 2]),
+    ],
+)
 @on_ranks(2)
-def test_parameters_replaced_behind_the_back_of_torch_are_named(group, replace, options):
-    model = DistributedDataParallel(Layers(), process_group=group, **options)
+def test_parameters_replaced_behind_the_back_of_torch_are_named(group, replace, unused, which):
+    model = DistributedDataParallel(Layers(), process_group=group, find_unused_parameters=unused)
     step(model, group)
-    replace(model.module, [0, 1, 2])
-    with pytest.raises(UsageError, match=r"'layers\.0\.weight' was added or replaced after"):
-        step(model, group)
-
-
-@on_ranks(2)
-def test_replaced_parameter_that_counts_as_unused_is_named(group):
-    model = DistributedDataParallel(Layers(), process_group=group, find_unused_parameters=True)
-    step(model, group)
-    replace_in_dictionaries(model.module, [1])
-    with pytest.raises(UsageError, match=r"'layers\.1\.weight' was added or replaced after"):
+    replace(model.module, which)
+    with pytest.raises(UsageError, match=rf"'layers\.{which[0]}\.weight' was added or replaced after"):
         step(model, group)
 
 

@@ -75,16 +75,6 @@ def test_gradients_have_the_same_bits_as_in_torch(group):
     toy.assert_equal(toy.gradients(model), toy.gradients(reference))  # the mean of two equal halves
 
 
-@pytest.mark.parametrize("shape", [(4, 3, 6), (2, 2, 3, 6)])
-def test_inputs_may_have_more_than_two_dimensions(shape):
-    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-
-    def loss_of(module, *_):
-        return module(inputs.transpose(0, 1)).square().mean()
-
-    assert_like_torch(loss_of=loss_of, copied=2)
-
-
 @pytest.mark.parametrize("shape", [(4, 6), (4, 3, 6)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_results_may_be_changed_in_place(shape, bias):
@@ -100,6 +90,17 @@ def test_results_may_be_changed_in_place(shape, bias):
         )
 
 
+@on_ranks(2)
+def test_gradients_returned_by_autograd_grad_are_not_overwritten(group):
+    model, _ = pair(group)
+    toy.loss_of(model, *toy.samples()).backward()
+    model.zero_grad()
+    taken = torch.autograd.grad(toy.loss_of(model, *toy.samples()), list(model.parameters()), retain_graph=True)
+    before = [each.clone() for each in taken]
+    toy.loss_of(model, *(2 * each for each in toy.samples())).backward()
+    toy.assert_equal(taken, before)
+
+
 class Twice(nn.Module):
     """Uses a layer twice, one of whose weights is also another layer's."""
 
@@ -112,53 +113,52 @@ class Twice(nn.Module):
         return self.last(self.middle(self.first(self.first(x))))
 
 
-def test_gradients_of_a_weight_that_is_used_twice_are_summed():
-    # Copied: the sum of the shared weight's gradients, and three biases.
-    assert_like_torch(make=Twice, copied=4)
+class Again(nn.Module):
+    """Repeats the forward of one layer in backward."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.layers, self.reentrant = layers(), reentrant
+
+    def forward(self, x):
+        return self.layers[3:](checkpoint(self.layers[1:3], self.layers[0](x), use_reentrant=self.reentrant))
 
 
-@on_ranks(2)
-def test_gradients_returned_by_autograd_grad_are_not_overwritten(group):
-    model, _ = pair(group)
-    toy.loss_of(model, *toy.samples()).backward()
-    model.zero_grad()
-    taken = torch.autograd.grad(toy.loss_of(model, *toy.samples()), list(model.parameters()), retain_graph=True)
-    before = [each.clone() for each in taken]
-    toy.loss_of(model, *(2 * each for each in toy.samples())).backward()
-    toy.assert_equal(taken, before)
+def with_a_hook():
+    module = layers()
+    module[0].weight.register_hook(lambda gradient: 2 * gradient)
+    return module
 
 
-def test_second_derivatives_equal_those_of_torch():
-    def loss_of(module, inputs, targets):
-        inputs = inputs.clone().requires_grad_()
-        loss = toy.loss_of(module, inputs, targets)
-        (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
-        return loss + slope.square().sum()
-
-    assert_like_torch(loss_of=loss_of, copied=5)
+def of_inputs(shape):
+    """Return a loss of inputs with another number of dimensions, and other strides."""
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    return lambda module, *_: module(inputs.transpose(0, 1)).square().mean()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradients_of_checkpointed_layers_are_copied(reentrant):
-    class Again(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = layers()
-
-        def forward(self, x):
-            return self.layers[3:](checkpoint(self.layers[1:3], self.layers[0](x), use_reentrant=reentrant))
-
-    # Two biases, and the weight of the layer that is checkpointed.
-    assert_like_torch(make=Again, copied=3)
+def with_the_slope(module, inputs, targets):
+    inputs = inputs.clone().requires_grad_()
+    loss = toy.loss_of(module, inputs, targets)
+    (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+    return loss + slope.square().sum()
 
 
-def test_hooks_that_change_a_gradient_change_the_average():
-    def make():
-        module = layers()
-        module[0].weight.register_hook(lambda gradient: 2 * gradient)
-        return module
-
-    assert_like_torch(make=make, copied=3)
+@pytest.mark.parametrize(
+    ("make", "loss_of", "copied"),
+    [
+        pytest.param(layers, of_inputs((4, 3, 6)), 2, id="three dimensions"),
+        pytest.param(layers, of_inputs((2, 2, 3, 6)), 2, id="four dimensions"),
+        pytest.param(layers, with_the_slope, 5, id="second derivatives"),
+        # The sum of the shared weight's gradients, and three biases.
+        pytest.param(Twice, toy.loss_of, 4, id="weight used twice"),
+        # Two biases, and the weight of the layer that is checkpointed.
+        pytest.param(functools.partial(Again, False), toy.loss_of, 3, id="checkpoint"),
+        pytest.param(functools.partial(Again, True), toy.loss_of, 3, id="reentrant checkpoint"),
+        pytest.param(with_a_hook, toy.loss_of, 3, id="hook that changes a gradient"),
+    ],
+)
+def test_gradients_equal_those_of_torch(make, loss_of, copied):
+    assert_like_torch(make=make, loss_of=loss_of, copied=copied)
 
 
 def of_weight(layer, kept):
@@ -257,25 +257,23 @@ def test_forward_that_raises_leaves_nothing_in_the_modules(group):
 
 
 @pytest.mark.parametrize("where", ["instance", "class"])
-def test_forward_replaced_by_the_user_is_called(together, monkeypatch, where):
+@on_ranks(1)
+def test_forward_replaced_by_the_user_is_called(group, monkeypatch, where):
     calls = []
 
     def doubled(layer, x):
         calls.append(layer)
         return 2 * nn.functional.linear(x, layer.weight, layer.bias)
 
-    def rank(group):
-        module = toy.seeded(layers())
-        model = DistributedDataParallel(module, process_group=group)
-        if where == "instance":
-            module[0].forward = lambda x: doubled(module[0], x)
-        else:
-            monkeypatch.setattr(nn.Linear, "forward", doubled)
-        copies = copied_gradients(model)
-        toy.loss_of(model, *toy.samples()).backward()
-        return len(copies), len(calls)
-
-    assert together(1, rank) == [(3, 1) if where == "instance" else (5, 3)]
+    module = toy.seeded(layers())
+    model = DistributedDataParallel(module, process_group=group)
+    if where == "instance":
+        module[0].forward = lambda x: doubled(module[0], x)
+    else:
+        monkeypatch.setattr(nn.Linear, "forward", doubled)
+    copies = copied_gradients(model)
+    toy.loss_of(model, *toy.samples()).backward()
+    assert (len(copies), len(calls)) == ((3, 1) if where == "instance" else (5, 3))
 
 
 @on_ranks(2)
@@ -294,21 +292,20 @@ def test_gradient_of_a_replaced_weight_is_computed_by_torch(group):
 
 
 @pytest.mark.parametrize("as_view", [True, False])
-def test_only_large_trained_plain_layers_write_into_buckets_and_only_with_bucket_views(together, monkeypatch, as_view):
+@on_ranks(2)
+def test_only_large_trained_plain_layers_write_into_buckets_and_only_with_bucket_views(group, monkeypatch, as_view):
     monkeypatch.undo()
 
     class Derived(nn.Linear):
         pass
 
-    def rank(group):
-        frozen = nn.Linear(256, 256).requires_grad_(False)
-        module = nn.Sequential(Derived(256, 256), frozen, nn.Linear(256, 255), nn.Linear(255, 256), nn.Linear(256, 256))
-        model = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=as_view)
-        copies = copied_gradients(model)
-        model(torch.ones(2, 256)).sum().backward()
-        return sorted(tuple(each.shape) for each in copies if each.dim() > 1)
-
-    assert together(2, rank) == [[(255, 256), (256, 255), (256, 256)] if as_view else []] * 2
+    frozen = nn.Linear(256, 256).requires_grad_(False)
+    module = nn.Sequential(Derived(256, 256), frozen, nn.Linear(256, 255), nn.Linear(255, 256), nn.Linear(256, 256))
+    model = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=as_view)
+    copies = copied_gradients(model)
+    model(torch.ones(2, 256)).sum().backward()
+    found = sorted(tuple(each.shape) for each in copies if each.dim() > 1)
+    assert found == ([(255, 256), (256, 255), (256, 256)] if as_view else [])
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

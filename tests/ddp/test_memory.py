@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from asyncdist.ddp import DistributedDataParallel, direct_gradients
-from asyncdist.ddp.backward import bucket_memory
+from asyncdist.ddp.backward import bucket_set
 from asyncdist.kernel import torch_private
 from asyncdist.kernel.memory.shared_arena import arena, unavailable
 from tests.ddp import conftest as toy
@@ -59,13 +59,13 @@ def test_buckets_lie_in_ordinary_memory_if_shared_memory_is_full(together, monke
     def rank(group):
         model = train(group, toy.network(), steps=0)
         group.barrier(background=False).wait()
-        monkeypatch.setattr(bucket_memory, "empty", full)
+        monkeypatch.setattr(bucket_set, "empty", full)
         toy.loss_of(model, *toy.share(group, toy.samples())).backward()
         toy.assert_close(toy.gradients(model), alone(toy.network()))
         return [is_registered(parameter.grad) for parameter in model.parameters()]
 
     def full(*_, **__):
-        raise bucket_memory.SharedMemoryError(os.strerror(errno.ENOSPC))
+        raise bucket_set.SharedMemoryError(os.strerror(errno.ENOSPC))
 
     for registered in together(2, rank, transport="shm"):
         assert set(registered) == {False}
@@ -116,18 +116,16 @@ def test_gradients_are_aligned_to_cache_lines(group, dtype):
     assert [parameter.grad.data_ptr() % 64 for parameter in model.parameters()] == [0, 0]
 
 
-def test_gradients_of_a_single_rank_stay_where_they_are(together, monkeypatch):
+@on_ranks(1)
+def test_gradients_of_a_single_rank_stay_where_they_are(group, monkeypatch):
     monkeypatch.setattr(direct_gradients, "LEAST_NBYTES", 1 << 30)
 
-    def rank(group):
-        module, seen = toy.network(), set()
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda parameter: seen.add(parameter.grad.data_ptr()))
-        train(group, module, steps=1, bucket_cap_mb=0.0001)
-        assert {parameter.grad.data_ptr() for parameter in module.parameters()} == seen
-        toy.assert_close(toy.gradients(module), alone(toy.network()))
-
-    together(1, rank)
+    module, seen = toy.network(), set()
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.add(parameter.grad.data_ptr()))
+    train(group, module, steps=1, bucket_cap_mb=0.0001)
+    assert {parameter.grad.data_ptr() for parameter in module.parameters()} == seen
+    toy.assert_close(toy.gradients(module), alone(toy.network()))
 
 
 def test_many_small_gradients_are_copied_together(together, monkeypatch):

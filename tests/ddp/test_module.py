@@ -119,44 +119,38 @@ def test_cast_model_is_averaged_in_its_new_dtype(together, steps, as_view):
             torch.testing.assert_close(mine, expected)
 
 
-def test_rank_without_inputs_contributes_zeros_to_a_cast_model(together):
-    def rank(group):
-        model = DistributedDataParallel(toy.network(), process_group=group)
-        data = toy.share(group, toy.samples())
-        for _ in range(2):
-            toy.loss_of(model, *data).backward()
-        model.double()
-        model.zero_grad()
-        with model.join():
-            if group.rank() == 1:
-                toy.loss_of(model, *(tensor.double() for tensor in data)).backward()
-        return toy.gradients(model)
-
-    reference = toy.network().double()
-    (toy.loss_of(reference, *(tensor[1::2].double() for tensor in toy.samples())) / 2).backward()
-    for mine, expected in zip(together(2, rank)[1], toy.gradients(reference), strict=True):
-        torch.testing.assert_close(mine, expected)
+@on_ranks(2)
+def test_rank_without_inputs_contributes_zeros_to_a_cast_model(group):
+    model, reference = DistributedDataParallel(toy.network(), process_group=group), toy.network().double()
+    data = toy.share(group, toy.samples())
+    for _ in range(2):
+        toy.loss_of(model, *data).backward()
+    model.double()
+    model.zero_grad()
+    with model.join():
+        if group.rank() == 1:
+            toy.loss_of(model, *(tensor.double() for tensor in data)).backward()
+    if group.rank() == 1:
+        (toy.loss_of(reference, *(tensor.double() for tensor in data)) / 2).backward()
+        torch.testing.assert_close(toy.gradients(model), toy.gradients(reference))
 
 
-def test_gradients_stay_views_of_their_buckets(together):
-    def rank(group):
-        module = toy.network()
-        model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=toy.SMALL_MB)
-        inputs, targets = toy.share(group, toy.samples())
-        toy.loss_of(model, inputs, targets).backward()  # buckets are assigned again after this one
-        storages = []
-        for _ in range(3):
-            model.zero_grad(set_to_none=False)
-            toy.loss_of(model, inputs, targets).backward()
-            storages.append([p.grad.untyped_storage().data_ptr() for p in module.parameters()])
-        model.zero_grad(set_to_none=True)
+@on_ranks(2)
+def test_gradients_stay_views_of_their_buckets(group):
+    module = toy.network()
+    model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=toy.SMALL_MB)
+    inputs, targets = toy.share(group, toy.samples())
+    toy.loss_of(model, inputs, targets).backward()  # buckets are assigned again after this one
+    storages = []
+    for _ in range(3):
+        model.zero_grad(set_to_none=False)
         toy.loss_of(model, inputs, targets).backward()
         storages.append([p.grad.untyped_storage().data_ptr() for p in module.parameters()])
-        assert len(set(storages[0])) == len(model.bucket_parameters)
-        return storages
-
-    for storages in together(2, rank):
-        assert all(storage == storages[0] for storage in storages)
+    model.zero_grad(set_to_none=True)
+    toy.loss_of(model, inputs, targets).backward()
+    storages.append([p.grad.untyped_storage().data_ptr() for p in module.parameters()])
+    assert len(set(storages[0])) == len(model.bucket_parameters)
+    assert all(storage == storages[0] for storage in storages)
 
 
 @on_ranks(2)
@@ -203,39 +197,34 @@ def test_buckets_follow_the_order_of_rank_0s_gradients(together):
     toy.assert_equal(results[0][2], results[1][2])
 
 
-def test_a_bucket_is_sent_before_the_last_gradient_is_ready(together):
-    def rank(group):
-        model = toy.wrapped(group)
-        assert model.last_step is None
-        for _ in range(2):
-            toy.loss_of(model, *toy.share(group, toy.samples())).backward()
-        return model.last_step
-
-    for step in together(2, rank):
-        first, *_, last = step.buckets
-        assert first.started < last.ready
-        assert step.backward_started < first.ready <= last.ready < step.backward_finished < step.finished
-        for times in step.buckets:
-            assert times.ready <= times.started < times.finished <= step.finished
+@on_ranks(2)
+def test_a_bucket_is_sent_before_the_last_gradient_is_ready(group):
+    model = toy.wrapped(group)
+    assert model.last_step is None
+    for _ in range(2):
+        toy.loss_of(model, *toy.share(group, toy.samples())).backward()
+    step = model.last_step
+    first, *_, last = step.buckets
+    assert first.started < last.ready
+    assert step.backward_started < first.ready <= last.ready < step.backward_finished < step.finished
+    for times in step.buckets:
+        assert times.ready <= times.started < times.finished <= step.finished
 
 
-def test_buffers_that_appear_are_replaced_or_vanish_are_followed(together):
+@on_ranks(2)
+def test_buffers_that_appear_are_replaced_or_vanish_are_followed(group):
     """A step does not search the model for buffers, so it must notice such changes."""
-
-    def rank(group):
-        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        model = DistributedDataParallel(module, process_group=group)
-        assert len(model.named_module_buffers) == 3
-        module.double()
-        assert model.named_module_buffers["1.running_mean"] is module[1].running_mean
-        module.float()
-        module[0].register_buffer("late", torch.full((1,), float(group.rank())))
-        model(torch.ones(4, 2)).sum().backward()
-        model(torch.ones(4, 2)).sum().backward()
-        module[1].running_var = None
-        assert sorted(model.named_module_buffers) == ["0.late", "1.num_batches_tracked", "1.running_mean"]
-        module[0] = nn.BatchNorm1d(2)
-        assert "0.running_var" in model.named_module_buffers
-        return module[1].running_mean.dtype, module._modules["1"].running_var, group.rank()
-
-    assert [found[:2] for found in together(2, rank)] == [(torch.float32, None)] * 2
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model = DistributedDataParallel(module, process_group=group)
+    assert len(model.named_module_buffers) == 3
+    module.double()
+    assert model.named_module_buffers["1.running_mean"] is module[1].running_mean
+    module.float()
+    module[0].register_buffer("late", torch.full((1,), float(group.rank())))
+    model(torch.ones(4, 2)).sum().backward()
+    model(torch.ones(4, 2)).sum().backward()
+    module[1].running_var = None
+    assert sorted(model.named_module_buffers) == ["0.late", "1.num_batches_tracked", "1.running_mean"]
+    module[0] = nn.BatchNorm1d(2)
+    assert "0.running_var" in model.named_module_buffers
+    assert (module[1].running_mean.dtype, module._modules["1"].running_var) == (torch.float32, None)

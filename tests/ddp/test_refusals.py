@@ -23,20 +23,24 @@ class Two(nn.Module):
         return self.spare(self.used(x)) if spare else self.used(x)
 
 
-@pytest.mark.parametrize("lacking", [{0, 1, 2}, {1}, {0, 2}])
-@on_ranks(3)
-def test_parameter_without_gradient_is_named_on_every_rank(group, lacking):
-    sentence = {3: "rank 0, 1, 2", 1: "(rank 1|this rank)", 2: "rank 0, 2"}[len(lacking)]
+@pytest.mark.parametrize(
+    ("size", "lacking", "sentence"),
+    [(3, {0, 1, 2}, "rank 0, 1, 2"), (3, {1}, "(rank 1|this rank)"), (3, {0, 2}, "rank 0, 2"), (1, {0}, "this rank")],
+)
+def test_parameter_without_gradient_is_named_on_every_rank(together, size, lacking, sentence):
+    def rank(group):
+        model = DistributedDataParallel(Two(), process_group=group, bucket_cap_mb=1e-5)
+        message = f"no gradient to 'spare.weight', 'spare.bias' on {sentence}"
+        for _ in range(2):
+            loss = model(torch.ones(1, 3), spare=group.rank() not in lacking).sum()
+            with pytest.raises(GradientError, match=message) as caught:
+                loss.backward()
+            assert caught.value.parameters == ("spare.weight", "spare.bias")
+        model.zero_grad()
+        model(torch.ones(1, 3), spare=True).sum().backward()
+        assert model.module.spare.bias.grad.tolist() == [1.0, 1.0, 1.0]
 
-    model = DistributedDataParallel(Two(), process_group=group, bucket_cap_mb=1e-5)
-    for _ in range(2):
-        loss = model(torch.ones(1, 3), spare=group.rank() not in lacking).sum()
-        with pytest.raises(GradientError, match=f"no gradient to 'spare.weight', 'spare.bias' on {sentence}") as caught:
-            loss.backward()
-        assert caught.value.parameters == ("spare.weight", "spare.bias")
-    model.zero_grad()
-    model(torch.ones(1, 3), spare=True).sum().backward()
-    assert model.module.spare.bias.grad.tolist() == [1.0, 1.0, 1.0]
+    together(size, rank)
 
 
 @on_ranks(2)

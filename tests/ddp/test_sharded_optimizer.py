@@ -1,22 +1,18 @@
 """A sharded optimizer takes the steps of the same optimizer without shards, and its checkpoints are that optimizer's."""
 
-import asyncio
 import contextlib
 import copy
 import io
-from pathlib import Path
 
 import pytest
 import torch
 
 from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer
 from asyncdist.errors import GroupAbortedError, UnsupportedError, UsageError
-from asyncdist.testing.cluster import run_ranks, world_of
+from asyncdist.testing.cluster import run_ranks
 from tests.ddp import conftest as toy
 from tests.support.pairs import each_pair
 from tests.support.ranks import on_ranks
-
-JOIN_PROGRAM = Path(__file__).parent / "program_sharded_join.py"
 
 KINDS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -88,60 +84,45 @@ def set_data(model):
 
 @pytest.mark.parametrize("change", [swap, set_data, torch.nn.Module.double])
 @pytest.mark.parametrize("views", [False, True])
-def test_parameters_that_leave_their_memory_are_sent(views, change):
-    def program(group):
-        model = toy.network()
-        optimizer = sharded(model, group, "sgd", parameters_as_bucket_view=views)
-        change(model)
+@on_ranks(2)
+def test_parameters_that_leave_their_memory_are_sent(group, views, change):
+    model, other = toy.network(), toy.network()
+    ours = sharded(model, group, "sgd", parameters_as_bucket_view=views)
+    change(model)
+    change(other)
+    for module, optimizer in ((model, ours), (other, KINDS["sgd"][0](groups_of(other), **KINDS["sgd"][1]))):
         for _ in range(2):
-            for parameter in model.parameters():
+            for parameter in module.parameters():
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
-        return [parameter.detach() for parameter in model.parameters()]
+    toy.assert_equal(model.parameters(), other.parameters())
 
+
+@on_ranks(3)
+async def test_awaited_steps_equal_blocking_ones(group):
     model = toy.network()
-    change(model)
-    optimizer = KINDS["sgd"][0](groups_of(model), **KINDS["sgd"][1])
-    for _ in range(2):
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-    for found in run_ranks(2, program):
-        toy.assert_equal(found, model.parameters())
+    optimizer = sharded(model, group, "adamw")
+    for step in range(1, 5):
+        gradients_of(model, step)
+        await optimizer.awaited_step()
+    toy.assert_equal(model.parameters(), locally("adamw", 4)[0].parameters())
 
 
-async def test_awaited_steps_equal_blocking_ones():
-    async def program(group):
-        model = toy.network()
-        optimizer = sharded(model, group, "adamw")
-        for step in range(1, 5):
-            gradients_of(model, step)
-            await optimizer.awaited_step()
-        return model
+@on_ranks(2)
+def test_closure_is_called_and_its_loss_returned(group):
+    model = toy.network()
+    optimizer = sharded(model, group, "sgd")
 
-    async with world_of(3) as groups:
-        models = await asyncio.gather(*map(program, groups))
-    for model in models:
-        toy.assert_equal(model.parameters(), locally("adamw", 4)[0].parameters())
+    def closure():
+        gradients_of(model, 1)
+        return 7.0
+
+    assert optimizer.step(closure) == 7.0
+    toy.assert_equal(model.parameters(), locally("sgd", 1)[0].parameters())
 
 
-def test_closure_is_called_and_its_loss_returned():
-    def program(group):
-        model = toy.network()
-        optimizer = sharded(model, group, "sgd")
-
-        def closure():
-            gradients_of(model, 1)
-            return 7.0
-
-        assert optimizer.step(closure) == 7.0
-        return model
-
-    for model in run_ranks(2, program):
-        toy.assert_equal(model.parameters(), locally("sgd", 1)[0].parameters())
-
-
-def test_scheduler_changes_the_steps_of_all_ranks():
+@on_ranks(2)
+def test_scheduler_changes_the_steps_of_all_ranks(group):
     def train(model, optimizer):
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for step in range(1, 4):
@@ -150,15 +131,10 @@ def test_scheduler_changes_the_steps_of_all_ranks():
             scheduler.step()
         return model
 
-    def program(group):
-        model = toy.network()
-        return train(model, sharded(model, group, "adamw"))
-
-    model = toy.network()
+    model, other = toy.network(), toy.network()
     factory, options = KINDS["adamw"]
-    expected = train(model, factory(groups_of(model), **options))
-    for found in run_ranks(2, program):
-        toy.assert_equal(found.parameters(), expected.parameters())
+    expected = train(other, factory(groups_of(other), **options))
+    toy.assert_equal(train(model, sharded(model, group, "adamw")).parameters(), expected.parameters())
 
 
 @pytest.mark.parametrize(("kind", "before", "after"), [("sgd", 3, 2), ("adamw", 1, 3), ("adagrad", 3, 2)])
@@ -223,7 +199,8 @@ def test_checkpoint_has_the_form_of_one_optimizer(kind):
         )
 
 
-def test_parameters_that_are_added_are_trained():
+@on_ranks(2)
+def test_parameters_that_are_added_are_trained(group):
     def train(model, make):
         optimizer = make([{"params": list(model[0].parameters())}])
         for step in range(1, 5):
@@ -233,15 +210,10 @@ def test_parameters_that_are_added_are_trained():
             optimizer.step()
         return model
 
-    def program(group):
-        model = toy.network()
-        return train(
-            model, lambda groups: ZeroRedundancyOptimizer(groups, torch.optim.SGD, group, lr=0.1, momentum=0.9)
-        )
-
-    expected = train(toy.network(), lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9))
-    for model in run_ranks(2, program):
-        toy.assert_equal(model.parameters(), expected.parameters())
+    options = {"lr": 0.1, "momentum": 0.9}
+    expected = train(toy.network(), lambda groups: torch.optim.SGD(groups, **options))
+    found = train(toy.network(), lambda groups: ZeroRedundancyOptimizer(groups, torch.optim.SGD, group, **options))
+    toy.assert_equal(found.parameters(), expected.parameters())
 
 
 def test_survivors_go_on_after_a_regroup():
@@ -298,14 +270,3 @@ def test_wrong_calls_are_refused(group):
         optimizer.join_hook()
     with pytest.raises(UsageError, match="no parameters"):
         ZeroRedundancyOptimizer([], torch.optim.SGD, group, lr=0.1)
-
-
-@pytest.mark.processes
-@pytest.mark.exhaustive
-def test_rank_without_inputs_follows_the_steps_of_the_other_one(nursery, tmp_path):
-    """The last two of four steps update all shares, so the first rank has followed them."""
-    where = f"file://{tmp_path}/world"
-    ranks = [nursery.start(JOIN_PROGRAM, "train", rank, where) for rank in range(2)]
-    one, other = [rank.hear() for rank in ranks]
-    assert one == other
-    assert [rank.wait() for rank in ranks] == [0, 0]

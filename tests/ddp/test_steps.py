@@ -42,28 +42,25 @@ def test_no_sync_accumulates_locally_and_the_next_backward_averages_all(together
     toy.assert_equal(results[0][1], results[1][1])
 
 
-def test_evaluation_and_gradients_of_inputs_communicate_nothing(together):
-    def rank(group):
-        counting = toy.Counting(group)
-        model = DistributedDataParallel(toy.network(), process_group=counting)
-        counting.issued.clear()
-        inputs, targets = toy.samples()
-        with torch.no_grad():
-            model.eval()
-            model(inputs)
-        inputs.requires_grad_()
-        (gradient,) = torch.autograd.grad(toy.loss_of(model.train(), inputs, targets), inputs)
-        assert gradient.abs().sum() > 0
-        assert counting.issued == []
-        toy.loss_of(model, inputs, targets).backward()
-        return counting.issued
-
-    for issued in together(2, rank):
-        assert [name for name, _ in issued] == ["all_reduce", "broadcast"]
-
-
 @on_ranks(2)
-def test_parameter_shared_by_reentrant_checkpoints_is_refused_without_a_static_graph(group):
+def test_evaluation_and_gradients_of_inputs_communicate_nothing(group):
+    counting = toy.Counting(group)
+    model = DistributedDataParallel(toy.network(), process_group=counting)
+    counting.issued.clear()
+    inputs, targets = toy.samples()
+    with torch.no_grad():
+        model.eval()
+        model(inputs)
+    inputs.requires_grad_()
+    (gradient,) = torch.autograd.grad(toy.loss_of(model.train(), inputs, targets), inputs)
+    assert gradient.abs().sum() > 0
+    assert counting.issued == []
+    toy.loss_of(model, inputs, targets).backward()
+    assert [name for name, _ in counting.issued] == ["all_reduce", "broadcast"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameter_shared_by_reentrant_checkpoints_is_refused_without_a_static_graph(together, size):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -74,11 +71,13 @@ def test_parameter_shared_by_reentrant_checkpoints_is_refused_without_a_static_g
                 x = checkpoint(self.layer, x, use_reentrant=True)
             return x
 
-    model = DistributedDataParallel(Twice(), process_group=group)
-    with pytest.raises(
-        GradientError, match=r"'layer\.(weight|bias)' got a second gradient.*use_reentrant=False.*static_graph=True"
-    ):
-        model(torch.ones(1, 6, requires_grad=True)).sum().backward()
+    def rank(group):
+        model = DistributedDataParallel(Twice(), process_group=group)
+        sentence = r"'layer\.(weight|bias)' got a second gradient.*use_reentrant=False.*static_graph=True"
+        with pytest.raises(GradientError, match=sentence):
+            model(torch.ones(1, 6, requires_grad=True)).sum().backward()
+
+    together(size, rank)
 
 
 @on_ranks(2)

@@ -7,7 +7,12 @@ from torch import nn
 from asyncdist.ddp import BucketTimes, DistributedDataParallel, StepTimes
 from asyncdist.ddp.timeline import describe_step, draw_step
 from asyncdist.errors import UsageError
-from asyncdist.testing.cluster import run_ranks
+from tests.support.ranks import on_ranks
+
+
+@pytest.fixture
+def matplotlib():
+    return pytest.importorskip("matplotlib")
 
 
 def step_of(count):
@@ -46,37 +51,26 @@ def test_any_number_of_buckets_can_be_drawn(count):
     assert axes.get_xlim() == (0.0, pytest.approx(1.02 * 3250.0))
 
 
-def test_step_of_a_model_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-
-    def train(group):
-        model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
-        with pytest.raises(UsageError, match="no backward has averaged gradients yet"):
-            model.timeline()
-        model(torch.ones(2, 4)).sum().backward()
-        path = tmp_path / f"step{group.rank()}.png"
-        return (
-            model.timeline(path),
-            path.read_bytes()[:4],
-            model.timeline(),
-            model.last_step,
-            model.bucket_parameters[-1],
-        )
-
-    for said, picture, again, step, names in run_ranks(2, train):
-        assert picture == b"\x89PNG"
-        assert said == again
-        assert said.endswith(f"the last gradients were those of {', '.join(names)}")
-        assert 0 < step.forward_started < step.backward_started < step.backward_finished <= step.finished
+@pytest.mark.usefixtures("matplotlib")
+@on_ranks(2)
+def test_step_of_a_model_is_drawn(group, tmp_path):
+    model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+    with pytest.raises(UsageError, match="no backward has averaged gradients yet"):
+        model.timeline()
+    model(torch.ones(2, 4)).sum().backward()
+    path = tmp_path / f"step{group.rank()}.png"
+    said = model.timeline(path)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert said == model.timeline()
+    assert said.endswith(f"the last gradients were those of {', '.join(model.bucket_parameters[-1])}")
+    step = model.last_step
+    assert 0 < step.forward_started < step.backward_started < step.backward_finished <= step.finished
 
 
-def test_file_that_cannot_be_drawn_is_refused(tmp_path):
-    pytest.importorskip("matplotlib")
-
-    def train(group):
-        model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
-        model(torch.ones(2, 4)).sum().backward()
-        with pytest.raises(UsageError, match="must end in png, svg or pdf"):
-            model.timeline(tmp_path / "step.txt")
-
-    run_ranks(2, train)
+@pytest.mark.usefixtures("matplotlib")
+@on_ranks(2)
+def test_file_that_cannot_be_drawn_is_refused(group, tmp_path):
+    model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(UsageError, match="must end in png, svg or pdf"):
+        model.timeline(tmp_path / "step.txt")

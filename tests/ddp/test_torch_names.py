@@ -56,7 +56,6 @@ def test_attributes_of_torchs_class_describe_the_model(group):
     assert model.bucket_bytes_cap_default
     assert not model.use_side_stream_for_tensor_copies
     assert not model.is_multi_device_module
-    assert len(model.modules_buffers) == len(model.named_module_buffers) == 3
     other = wrapped(group, bucket_cap_mb=2)
     assert other.bucket_bytes_cap_list == [1 << 20, 2 << 20]
     assert not other.bucket_bytes_cap_default
@@ -78,7 +77,8 @@ def test_constructor_takes_the_arguments_of_torch_in_torchs_order():
     assert ours[: len(torchs)] == torchs
 
 
-def test_buffers_are_described_and_their_hook_replaces_the_broadcast(together):
+@on_ranks(1)
+def test_buffers_are_described_and_their_hook_replaces_the_broadcast(group):
     calls = []
 
     def hook(state, buffers):
@@ -87,35 +87,19 @@ def test_buffers_are_described_and_their_hook_replaces_the_broadcast(together):
         future.set_result(None)
         return [future]
 
-    def rank(group):
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), process_group=group)
-        assert model.will_sync_module_buffers()
-        assert sorted(model.named_module_buffers) == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
-        assert len(model.modules_buffers) == 3
-        with pytest.raises(UsageError, match="comm_hook_location is"):
-            model._register_buffer_comm_hook(None, hook, "SOMETIMES")
-        model._register_buffer_comm_hook("state", hook)
-        for _ in range(2):
-            model(torch.randn(4, 2)).sum().backward()
-        with torch.no_grad():
-            model(torch.randn(4, 2))
-        assert not model.will_sync_module_buffers()
-
-    together(1, rank)
-    assert calls == [("state", ["1.num_batches_tracked", "1.running_mean", "1.running_var"])] * 3
-
-
-@on_ranks(2)
-def test_parameters_and_buffers_are_ignored_by_name(group):
-    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), process_group=group)
+    assert model.will_sync_module_buffers()
+    assert sorted(model.named_module_buffers) == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
+    assert len(model.modules_buffers) == 3
+    with pytest.raises(UsageError, match="comm_hook_location is"):
+        model._register_buffer_comm_hook(None, hook, "SOMETIMES")
+    model._register_buffer_comm_hook("state", hook)
+    for _ in range(2):
+        model(torch.randn(4, 2)).sum().backward()
     with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.fill_(group.rank())
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["1.weight", "1.bias"])
-    model = DistributedDataParallel(module, process_group=group)
-    assert len(list(model._get_data_parallel_params(module))) == 2
-    own = group.rank()
-    assert [parameter.item() for parameter in module.parameters()] == [0, 0, own, own]
+        model(torch.randn(4, 2))
+    assert not model.will_sync_module_buffers()
+    assert calls == [("state", ["1.num_batches_tracked", "1.running_mean", "1.running_var"])] * 3
 
 
 @on_ranks(1)

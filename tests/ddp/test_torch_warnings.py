@@ -14,7 +14,7 @@ from asyncdist.errors import GradientError, MismatchError, OperationTimeoutError
 from tests.support.pairs import each_pair
 from tests.support.ranks import on_ranks
 
-PROGRAM = Path(__file__).parent / "program_distributed_autograd.py"
+PROGRAM = Path(__file__).parent / "program_torch_warnings.py"
 
 
 class Two(nn.Module):
@@ -152,8 +152,7 @@ def test_rank_that_runs_backward_more_often_is_told_which_rank_did_not_come(toge
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_forked_loaders_disturb_no_step_and_a_forked_child_cannot_take_one(nursery, tmp_path, transport):
-    program = Path(__file__).parent / "program_forked_loader.py"
-    ranks = [nursery.start(program, "train", rank, f"file://{tmp_path}/world", transport) for rank in range(2)]
+    ranks = [nursery.start(PROGRAM, "train", rank, f"file://{tmp_path}/world", transport) for rank in range(2)]
     assert [rank.hear() for rank in ranks] == [([[0.5, 0.5]], True)] * 2
     assert [rank.wait() for rank in ranks] == [0, 0]
 

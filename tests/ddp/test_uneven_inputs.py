@@ -1,5 +1,6 @@
 """Ranks with different numbers of inputs inside ``join()``, compared with the arithmetic of a single process."""
 
+import functools
 import inspect
 import warnings
 from pathlib import Path
@@ -74,17 +75,6 @@ def test_training_equals_a_single_process_on_all_inputs(together, counts, by_all
         toy.assert_equal(ours, results[0])
 
 
-@on_ranks(2)
-def test_rank_without_inputs_keeps_its_own_gradients(group):
-    model = toy.wrapped(group)
-    with model.join():
-        for batch in batches(group.rank(), 1 + group.rank()):
-            model.zero_grad()
-            toy.loss_of(model, *batch).backward()
-            gradients = toy.gradients(model)
-    toy.assert_equal(toy.gradients(model), gradients)
-
-
 def test_no_sync_accumulates_inside_join(together):
     counts = [2, 4]
 
@@ -114,27 +104,25 @@ def test_no_sync_accumulates_inside_join(together):
         toy.assert_close(ours, [parameter.detach() for parameter in reference.parameters()])
 
 
-def test_join_allows_forwards_without_backward_and_repeated_backwards(together):
+@on_ranks(2)
+def test_join_allows_forwards_without_backward_and_repeated_backwards(group):
     """Ranks that continue may take every kind of step, including a forward without a backward."""
-
-    def rank(group):
-        model = toy.wrapped(group)
-        with model.join():
-            for batch in batches(group.rank(), 1 + 2 * group.rank()):
-                model.zero_grad()
+    model, reference = toy.wrapped(group), toy.network()
+    with model.join():
+        for batch in batches(group.rank(), 1 + 2 * group.rank()):
+            model.zero_grad()
+            toy.loss_of(model, *batch)
+            with torch.no_grad():
                 toy.loss_of(model, *batch)
-                with torch.no_grad():
-                    toy.loss_of(model, *batch)
-                loss = toy.loss_of(model, *batch) + toy.loss_of(model, *batch)
-                loss.backward(retain_graph=True)
-                loss.backward()
-        return toy.gradients(model)
-
-    reference = toy.network()
-    toy.loss_of(reference, *batches(1, 3)[2]).backward()
-    # The first backward averages two losses over two ranks. The second adds two losses and averages the sum.
-    expected = [(2 / 2 + 2) / 2 * gradient for gradient in toy.gradients(reference)]
-    toy.assert_close(together(2, rank)[1], expected)
+            loss = toy.loss_of(model, *batch) + toy.loss_of(model, *batch)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            own = toy.gradients(model)
+    toy.assert_equal(toy.gradients(model), own)  # a rank without inputs keeps its own gradients
+    if group.rank() == 1:
+        toy.loss_of(reference, *batches(1, 3)[2]).backward()
+        # The first backward averages two losses over two ranks. The second adds two losses and averages the sum.
+        toy.assert_close(own, [(2 / 2 + 2) / 2 * gradient for gradient in toy.gradients(reference)])
 
 
 class Tally(nn.Module):
@@ -197,32 +185,23 @@ def test_early_termination_raises_on_all_ranks_if_requested(together, counts):
         model = toy.wrapped(group)
         done = []
 
-        def epoch():
+        def epoch(count):
             with model.join(throw_on_early_termination=True):
-                for batch in batches(group.rank(), counts[group.rank()]):
+                for batch in batches(group.rank(), count):
                     toy.loss_of(model, *batch).backward()
                     done.append(batch)
 
+        epoch(2)  # even inputs raise nothing
+        done.clear()
         with pytest.raises(UnevenInputsError, match="ran out of inputs while") as caught:
-            epoch()
+            epoch(counts[group.rank()])
         assert len(done) == shortest
         toy.loss_of(model, *batches(group.rank(), 1)[0]).backward()  # the group and the model can be used
-        return caught.value.ended, caught.value.going
+        assert (caught.value.ended, caught.value.going) == (ended, going)
 
     ended = tuple(rank for rank, count in enumerate(counts) if count == shortest)
     going = tuple(rank for rank, count in enumerate(counts) if count > shortest)
-    assert together(3, rank) == [(ended, going)] * 3
-
-
-def test_even_inputs_raise_nothing(together):
-    def rank(group):
-        model = toy.wrapped(group)
-        with model.join(throw_on_early_termination=True):
-            for batch in batches(group.rank(), 2):
-                toy.loss_of(model, *batch).backward()
-        return toy.gradients(model)
-
-    toy.assert_equal(*together(2, rank))
+    together(3, rank)
 
 
 @on_ranks(2)
@@ -284,13 +263,17 @@ def test_killed_rank_ends_backward_and_join_of_the_others(nursery, tmp_path, tra
         assert "never retrieved" not in rank.output()
 
 
+def leave(optimizer, group):
+    pass
+
+
 @pytest.fixture
 def warned(together, monkeypatch):
     """Return the warnings of two ranks that train two epochs: ``warned(optimizer, counts, after_each_epoch)``."""
     found = []
     monkeypatch.setattr(warnings, "warn", lambda message, *arguments, **options: found.append(str(message)))
 
-    def warned(optimizer_of, counts, after=lambda optimizer, group: None):
+    def warned(optimizer_of, counts, after=leave):
         def rank(group):
             model = toy.wrapped(group)
             optimizer = optimizer_of(model.parameters())
@@ -327,23 +310,23 @@ def test_step_after_an_uneven_join_warns_once_of_state_that_is_older_than_that_o
     assert OLDER in message
 
 
-def test_no_warning_if_the_state_was_broadcast(warned):
-    assert not warned(torch.optim.Adam, [1, 3], share_state)
-
-
-def test_no_warning_after_an_even_join(warned):
-    assert not warned(momentum, [2, 2])
-
-
-def test_no_warning_of_an_optimizer_without_state(warned):
-    assert not warned(lambda parameters: torch.optim.SGD(parameters, lr=0.1), [1, 3])
+@pytest.mark.parametrize(
+    ("optimizer", "counts", "after"),
+    [
+        pytest.param(torch.optim.Adam, [1, 3], share_state, id="the state was broadcast"),
+        pytest.param(momentum, [2, 2], leave, id="even inputs"),
+        pytest.param(functools.partial(torch.optim.SGD, lr=0.1), [1, 3], leave, id="an optimizer without state"),
+    ],
+)
+def test_no_warning_if_no_state_is_older(warned, optimizer, counts, after):
+    assert not warned(optimizer, counts, after)
 
 
 @pytest.mark.processes
 def test_torchs_join_warns_of_older_state_unless_the_optimizer_follows(nursery, tmp_path):
     ranks = [nursery.start(PROGRAM, "train_in_torchs_join", rank, f"file://{tmp_path}/world") for rank in range(2)]
-    own, following = ranks[0].hear()
+    (own, first), (following, second) = ranks[0].hear()
     assert [OLDER in each for each in own] == [True]
     assert following == []
-    assert ranks[1].hear() == ([], [])
+    assert ranks[1].hear() == (([], first), ([], second))
     assert [rank.wait() for rank in ranks] == [0, 0]

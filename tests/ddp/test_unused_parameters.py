@@ -32,26 +32,22 @@ def step(model, group, used, *, zero=True, factor=1.0):
 
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize("cap", [1e-6, None])
-def test_parameters_unused_on_some_ranks_are_averaged_and_those_unused_everywhere_are_not(together, as_view, cap):
-    def rank(group):
-        model = DistributedDataParallel(
-            Branches(),
-            process_group=group,
-            find_unused_parameters=True,
-            gradient_as_bucket_view=as_view,
-            bucket_cap_mb=cap,
-        )
-        first = step(model, group, [0, 1, 2, 3])
-        second = step(model, group, [0, 1] if group.rank() == 0 else [0, 2])
-        third = step(model, group, [] if group.rank() == 0 else [3])
-        none = step(model, group, [])
-        again = step(model, group, [0, 1, 2, 3])
-        return first, second, third, none, again
-
-    for found in together(2, rank):
-        assert found == (
-            [1.5] * 4, [1.5, 0.5, 1.0, None], [None, None, None, 1.0], [None] * 4, [1.5] * 4
-        )  # fmt: skip
+@on_ranks(2)
+def test_parameters_unused_on_some_ranks_are_averaged_and_those_unused_everywhere_are_not(group, as_view, cap):
+    model = DistributedDataParallel(
+        Branches(),
+        process_group=group,
+        find_unused_parameters=True,
+        gradient_as_bucket_view=as_view,
+        bucket_cap_mb=cap,
+    )
+    first = step(model, group, [0, 1, 2, 3])
+    second = step(model, group, [0, 1] if group.rank() == 0 else [0, 2])
+    third = step(model, group, [] if group.rank() == 0 else [3])
+    none = step(model, group, [])
+    again = step(model, group, [0, 1, 2, 3])
+    assert (first, second, third) == ([1.5] * 4, [1.5, 0.5, 1.0, None], [None, None, None, 1.0])
+    assert (none, again) == ([None] * 4, [1.5] * 4)
 
 
 @pytest.mark.parametrize("as_view", [True, False])

@@ -1,11 +1,14 @@
 """A job at a store, and publishers and subscribers on hosts of their own."""
 
+import contextlib
+
 import pytest
 import torch
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.config import Config
 from asyncdist.store import StoreServer
+from asyncdist.weights import Publisher, Subscriber
 
 TOKEN = "a token for tests"
 
@@ -31,6 +34,19 @@ def on_host(monkeypatch):
         return made
 
     return make
+
+
+@pytest.fixture
+def exchange(job, on_host):
+    """Publish on the host "trainer" and read on another one, or on the same: ``async with exchange(source, like=...)``."""
+
+    @contextlib.asynccontextmanager
+    async def exchange(source, host="trainer", **options):
+        publisher = on_host("trainer", Publisher, source, job=job)
+        async with publisher, on_host(host, Subscriber, job=job, **options) as subscriber:
+            yield publisher, subscriber
+
+    return exchange
 
 
 def network(value=0.0, width=300):

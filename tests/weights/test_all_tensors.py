@@ -3,18 +3,13 @@
 import pytest
 import torch
 
-from asyncdist.weights import Publisher, Subscriber
-
 LIMIT = 60.0
 
 
 @pytest.mark.parametrize("host", ["trainer", "server"])
-async def test_subscriber_without_a_model_gets_whatever_is_published(job, on_host, host):
+async def test_subscriber_without_a_model_gets_whatever_is_published(exchange, host):
     state = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7)}
-    async with (
-        on_host("trainer", Publisher, state, job=job) as publisher,
-        on_host(host, Subscriber, job=job) as subscriber,
-    ):
+    async with exchange(state, host) as (publisher, subscriber):
         await publisher.publish()
         async with subscriber.swap(await subscriber.next(LIMIT)) as tensors:
             assert tensors.keys() == state.keys()
@@ -27,9 +22,9 @@ async def test_subscriber_without_a_model_gets_whatever_is_published(job, on_hos
             assert tensors["c"].dtype == torch.bfloat16
 
 
-async def test_subscriber_without_a_model_may_take_slices(job):
+async def test_subscriber_without_a_model_may_take_slices(exchange):
     state = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
-    async with Publisher(state, job=job) as publisher, Subscriber(slices={"a": slice(1, 2)}, job=job) as subscriber:
+    async with exchange(state, slices={"a": slice(1, 2)}) as (publisher, subscriber):
         await publisher.publish()
         async with subscriber.swap(await subscriber.next(LIMIT)) as tensors:
             assert tensors["a"].tolist() == [[3.0, 4.0, 5.0]]

@@ -12,7 +12,7 @@ from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, PeerLostError
 from asyncdist.net import ChannelAddress, ChannelPort
 from asyncdist.weights import Publisher, Subscriber
-from asyncdist.weights.content.manifest import Manifest
+from asyncdist.weights.content.layout import Manifest
 from asyncdist.weights.content.selection import whole_selection
 from asyncdist.weights.errors import DigestError
 from asyncdist.weights.transfer.exchange import WeightsExchange
@@ -108,7 +108,7 @@ class Nonsense:
         config = Config.from_environment()
         exchange = await WeightsExchange.open(self.job, "weights", label="other", config=config, timeout=LIMIT)
         async with exchange.table.holders(await exchange.table.latest()) as holders:
-            (holder,) = holders.present.values()
+            (holder,) = holders.values()
         port = ChannelPort(
             self, host="127.0.0.1", service="weights weights", job="job", token=self.token, config=config, label="other"
         )

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncdist.errors import ProtocolError, UnsupportedError
-from asyncdist.weights.content.layout import BLOCK_NBYTES, WeightsLayout, layout_of
-from asyncdist.weights.content.manifest import Manifest
+from asyncdist.weights.content.layout import BLOCK_NBYTES, Manifest, WeightsLayout, layout_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool]
 

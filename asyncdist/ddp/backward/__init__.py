@@ -1,10 +1,7 @@
 """The parts of the reducer: its buckets, its hooks on gradients, and its record of one backward.
 
-arrivals            records gradients of a world of one rank
-bucket_assignment   which parameters the buckets of the next step hold
 bucket_exchange     starts the all-reduces, or the hooks in their place, and waits for them
-bucket_memory       the memory of a bucket
-bucket_set          the buckets of all parameters
+bucket_set          the buckets of all parameters, and their memory
 bucket_tuning       finds the best bucket size in the first steps (pure)
 faults              gradients that a rank lacks or got twice, and the error that all ranks raise for them
 gradient_hooks      the hooks by which autograd tells the reducer of gradients

@@ -14,8 +14,7 @@ import torch
 
 from asyncdist.base.cores import has_free_cores
 from asyncdist.base.ops import ReduceOp, Reduction
-from asyncdist.ddp.backward.bucket_memory import Bucket
-from asyncdist.ddp.backward.bucket_set import BucketSet
+from asyncdist.ddp.backward.bucket_set import Bucket, BucketSet
 from asyncdist.ddp.backward.gradient_record import GradientRecord
 from asyncdist.ddp.backward.step_times import BucketTimes
 from asyncdist.ddp.hooks.bucket import GradientBucket
@@ -27,11 +26,7 @@ from asyncdist.kernel import Work
 
 
 class BucketExchange:
-    """The all-reduces of one backward, or the calls of `hook` in their place.
-
-    Attributes:
-        hook: The communication hook; None without one.
-    """
+    """The all-reduces of one backward, or the calls of `hook`, if there is one, in their place."""
 
     def __init__(
         self,
@@ -56,12 +51,7 @@ class BucketExchange:
         return len(self._works)
 
     def begin(self, times: Sequence[BucketTimes], joining: Joining | None) -> None:
-        """Forget the last backward.
-
-        Args:
-            times: Receives the times of the buckets of the next one.
-            joining: The ``join()`` in which it runs; None outside.
-        """
+        """Forget the last backward. ``times`` receives those of the next one, which may run in a ``join()``."""
         self._works, self._times, self._joining = [], times, joining
 
     def start_full(self, bucket: Bucket) -> None:
@@ -75,11 +65,14 @@ class BucketExchange:
 
     def start_rest(self, *, background: bool) -> None:
         """Start the remaining all-reduces at the end of backward."""
-        with _RetrievedErrors(self._works):
+        try:
             if not self._bucket_set.flags_apart:
                 self._record.write_flags(self._bucket_set.flags())
             while len(self._works) < len(self._bucket_set.buckets):
                 self._start(background=background)
+        except BaseException:
+            self._retrieve_errors()
+            raise
 
     def _start(self, *, background: bool) -> None:
         if not self._works:
@@ -95,24 +88,28 @@ class BucketExchange:
         times = self._times[bucket.index]
         times.started = perf_counter()
         if self.hook is not None:
-            self._works.append(self.hook.start(self._bucket_for_hook(bucket, flat)))
+            self._works.append(self._start_hook(self.hook, bucket, flat))
             return
         work = self._group.all_reduce(flat, self._reduction, background=background)
         self._works.append(work)
         work.add_done_callback(times.stop)
 
-    def _bucket_for_hook(self, bucket: Bucket, flat: torch.Tensor) -> GradientBucket:
-        return GradientBucket(bucket, flat, self._parameters, is_last=bucket is self._bucket_set.buckets[-1])
+    def _start_hook(self, hook: HookCaller, bucket: Bucket, flat: torch.Tensor) -> HookResult:
+        is_last = bucket is self._bucket_set.buckets[-1]
+        return hook.start(GradientBucket(bucket, flat, self._parameters, is_last=is_last))
 
     def wait(self, futures: Iterable[Any]) -> torch.Tensor:
         """Wait for all averages and then for ``futures``; return the sums of the ranks' flags."""
-        with _RetrievedErrors(self._works):
+        try:
             for work, times in zip(self._works, self._times, strict=True):
                 work.wait()
                 times.finished = times.finished or perf_counter()
             flags = self._reduced_flags()
             for future in futures:
                 future.wait()
+        except BaseException:
+            self._retrieve_errors()
+            raise
         return flags
 
     def average_zeros(self, reduction: Reduction) -> torch.Tensor:
@@ -124,7 +121,7 @@ class BucketExchange:
             if self.hook is None:
                 self._group.all_reduce(flat, reduction, background=False).wait()
             else:
-                results.append(self.hook.start(self._bucket_for_hook(bucket, flat)))
+                results.append(self._start_hook(self.hook, bucket, flat))
         for result in results:
             result.wait()
         return self._reduced_flags() if self._bucket_set.flags_apart else self._bucket_set.buckets[-1].flags_of(flat)
@@ -138,17 +135,8 @@ class BucketExchange:
         self._group.all_reduce(flags, ReduceOp.SUM, background=False).wait()
         return flags
 
-
-class _RetrievedErrors:
-    """A context that, if it raises, retrieves the exceptions of all works, so that none is logged."""
-
-    def __init__(self, works: Sequence[Work | HookResult]) -> None:
-        self._works = works
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            for work in self._works:
+    def _retrieve_errors(self) -> None:
+        """Retrieve the exceptions of all all-reduces, so that none is logged. The futures of hooks log none."""
+        for work in self._works:
+            if not isinstance(work, HookResult):
                 work.exception()

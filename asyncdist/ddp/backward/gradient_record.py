@@ -6,8 +6,7 @@ from collections.abc import Container, Sequence
 
 import torch
 
-from asyncdist.ddp.backward.bucket_memory import Bucket
-from asyncdist.ddp.backward.bucket_set import BucketSet, ReducerOptions
+from asyncdist.ddp.backward.bucket_set import Bucket, BucketSet, ReducerOptions
 from asyncdist.ddp.backward.faults import Fault, Faults
 
 

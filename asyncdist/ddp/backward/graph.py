@@ -41,10 +41,7 @@ def refuse_silent_gradients(names: Sequence[str], parameters: Sequence[torch.nn.
     Called when autograd has ended. `torch.autograd.grad` returns gradients instead of accumulating them; if it keeps the
     graph, that is meant for a backward later.
 
-    Args:
-        names: The names of the parameters.
-        parameters: The parameters.
-        hooked: Whether the parameters have hooks. If not, gradients that are accumulated are not refused.
+    If the parameters have no hooks (``hooked``), gradients that are accumulated are not refused.
     """
     found = [(name, _accumulated(each)) for name, each in zip(names, parameters, strict=True) if each.requires_grad]
     lost = [name for name, accumulated in found if accumulated]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from asyncdist.ddp.backward.bucket_memory import Bucket
+from asyncdist.ddp.backward.bucket_set import Bucket
 from asyncdist.errors import UnsupportedError
 
 

@@ -27,34 +27,21 @@ async def average(bucket: GradientBucket, group: Group) -> torch.Tensor:
 
 
 async def fp16(bucket: GradientBucket, group: Group) -> torch.Tensor:
-    """Average the gradients in float16: half the bytes of float32, and a range of 6e-8 to 65504.
-
-    Args:
-        bucket: The gradients of this rank.
-        group: The ranks to average over.
-
-    Returns:
-        The averages in float16.
-    """
-    # Divided before the sum, which could exceed the range.
-    sent = bucket.real_buffer().to(torch.float16).div_(group.size())
-    await group.all_reduce(sent, ReduceOp.SUM)
-    return sent
+    """Average the gradients in float16, and return them so: half the bytes of float32, and a range of 6e-8 to 65504."""
+    return await _average_as(torch.float16, bucket, group)
 
 
 async def bf16(bucket: GradientBucket, group: Group) -> torch.Tensor:
-    """Average the gradients in bfloat16: half the bytes of float32, with the range of float32 and 8 significant bits.
-
-    Args:
-        bucket: The gradients of this rank.
-        group: The ranks to average over.
-
-    Returns:
-        The averages in bfloat16.
+    """Average the gradients in bfloat16, and return them so: half the bytes, the range of float32, 8 significant bits.
 
     Example:
         >>> model.register_async_comm_hook(asyncdist.ddp.hooks.bf16)
     """
-    sent = bucket.real_buffer().to(torch.bfloat16).div_(group.size())
+    return await _average_as(torch.bfloat16, bucket, group)
+
+
+async def _average_as(dtype: torch.dtype, bucket: GradientBucket, group: Group) -> torch.Tensor:
+    # Divided before the sum, which could exceed the range.
+    sent = bucket.real_buffer().to(dtype).div_(group.size())
     await group.all_reduce(sent, ReduceOp.SUM)
     return sent

@@ -7,7 +7,6 @@ import concurrent.futures
 import inspect
 import sys
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -24,33 +23,18 @@ AwaitedHook = Callable[[GradientBucket, Group], Awaitable[torch.Tensor]]
 TorchHook = Callable[[Any, GradientBucket], torch.futures.Future[torch.Tensor]]
 
 
-class HookCaller(ABC):
-    """Calls a user's hook for each full bucket, in the order of the buckets."""
+class HookResult:
+    """The result of one call of a hook, which its future is to hold."""
 
-    name: str
-
-    @abstractmethod
-    def start(self, bucket: GradientBucket) -> HookResult:
-        """Call the hook."""
-
-
-class HookResult(ABC):
-    """The result of one call of a hook."""
-
-    def __init__(self, name: str, bucket: GradientBucket) -> None:
-        self._name, self._bucket, self._flat = name, bucket, bucket.memory
-
-    @abstractmethod
-    def _value(self) -> Any:
-        """Wait for what the hook returns."""
-
-    @abstractmethod
-    def exception(self) -> object:
-        """Retrieve the error of a result for which no one waits any longer; None if there is none or it is pending."""
+    def __init__(
+        self, name: str, bucket: GradientBucket, future: torch.futures.Future[Any] | concurrent.futures.Future[Any]
+    ) -> None:
+        self._name, self._bucket, self._flat, self._future = name, bucket, bucket.memory, future
 
     def wait(self) -> None:
         """Wait for the hook's tensor, and copy it into the bucket unless it is the bucket's own."""
-        value = self._value()
+        future = self._future
+        value = future.result() if isinstance(future, concurrent.futures.Future) else future.wait()
         # torch's own hooks may return the list that a work's future contains.
         if isinstance(value, list | tuple) and len(value) == 1:
             value = value[0]
@@ -64,10 +48,7 @@ class HookResult(ABC):
             self._flat.copy_(value.detach().view(self._flat.shape))
 
 
-# -- torch's interface ------------------------------------------------------------------------------
-
-
-class TorchHookCaller(HookCaller):
+class TorchHookCaller:
     """Calls ``hook(state, bucket)``, which returns a `torch.futures.Future`, in the thread of backward."""
 
     def __init__(self, state: object, hook: TorchHook) -> None:
@@ -83,20 +64,7 @@ class TorchHookCaller(HookCaller):
                 f"communication hook {self.name!r} returned {future!r}: return a torch.futures.Future of one tensor, such "
                 "as work.get_future(); a coroutine function belongs into register_async_comm_hook()"
             )
-        return _TorchResult(self.name, bucket, future)
-
-
-class _TorchResult(HookResult):
-    def __init__(self, name: str, bucket: GradientBucket, future: torch.futures.Future[Any]) -> None:
-        super().__init__(name, bucket)
-        self._future = future
-
-    def _value(self) -> Any:
-        return self._future.wait()
-
-    def exception(self) -> object:
-        # An error of a future of torch that the program does not retrieve is not logged.
-        return None
+        return HookResult(self.name, bucket, future)
 
 
 def check_torch_hook(hook: object) -> None:
@@ -128,14 +96,11 @@ def check_torch_hook(hook: object) -> None:
         )
 
 
-# -- awaited hooks ----------------------------------------------------------------------------------
-
-
 _hooks_of: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
 """The number of awaited hooks that each group has had. All ranks register their hooks in the same order."""
 
 
-class AwaitedHookCaller(HookCaller):
+class AwaitedHookCaller:
     """Runs ``await hook(bucket, group)`` for one bucket after the other, on an event loop in a thread of its own.
 
     The hooks of two buckets never run at the same time, so every rank issues their collectives in the same order. The
@@ -153,7 +118,7 @@ class AwaitedHookCaller(HookCaller):
 
     def start(self, bucket: GradientBucket) -> HookResult:
         """Run the hook after those of earlier buckets."""
-        return _AwaitedResult(self.name, bucket, self._thread.submit(self._run, bucket))
+        return HookResult(self.name, bucket, self._thread.submit(self._run, bucket))
 
     def _run(self, bucket: GradientBucket) -> torch.Tensor:
         with torch.no_grad(), asyncio.Runner(loop_factory=new_loop) as runner:
@@ -163,13 +128,5 @@ class AwaitedHookCaller(HookCaller):
         return await self._hook(bucket, self._group)
 
 
-class _AwaitedResult(HookResult):
-    def __init__(self, name: str, bucket: GradientBucket, future: concurrent.futures.Future[torch.Tensor]) -> None:
-        super().__init__(name, bucket)
-        self._future = future
-
-    def _value(self) -> Any:
-        return self._future.result()
-
-    def exception(self) -> object:
-        return self._future.exception() if self._future.done() else None
+HookCaller = TorchHookCaller | AwaitedHookCaller
+"""Calls a user's hook for each full bucket, in the order of the buckets."""

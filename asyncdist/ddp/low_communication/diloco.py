@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from asyncdist.base.callables import Closure
-from asyncdist.ddp.low_communication.outer_training import OuterTraining, awaiting, blocking
+from asyncdist.ddp.low_communication.outer_training import OuterTraining, awaiting, blocking, outer_sgd
 
 
 class _Awaited(OuterTraining):
@@ -23,10 +21,8 @@ class _Awaited(OuterTraining):
         await awaiting(self._enter())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await awaiting(self._leave(completed=error is None))
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await awaiting(self._leave(completed=kind is None))
 
     async def step(self, closure: Closure | None = None) -> float | None:
         """Take a step of the inner optimizer, and the outer steps that are due. Every member calls it equally often.
@@ -57,31 +53,15 @@ class _Blocking(OuterTraining):
         blocking(self._enter())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        blocking(self._leave(completed=error is None))
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        blocking(self._leave(completed=kind is None))
 
     def step(self, closure: Closure | None = None) -> float | None:
-        """Take a step of the inner optimizer, and the outer steps that are due. Every member calls it equally often.
-
-        Args:
-            closure: A function that computes the loss again, for the inner optimizer.
-
-        Returns:
-            The result of the inner optimizer's ``step``.
-
-        Raises:
-            GroupError: An outer step has failed and could not be repeated.
-            LoopThreadError: The calling thread runs an event loop.
-        """
+        """Do the same as `DiLoCo.step`. Raises LoopThreadError too, if the calling thread runs an event loop."""
         return blocking(self._step(closure))
 
     def synchronize(self) -> None:
-        """Exchange all fragments now, so that all members hold the same model. Every member calls it at the same step.
-
-        Call it before a checkpoint and at the end of the training.
-        """
+        """Do the same as `DiLoCo.synchronize`."""
         blocking(self._synchronize())
 
 
@@ -167,7 +147,7 @@ class LocalSGD(_Awaited):
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, every: int, **options: Any) -> None:
-        super().__init__(model, optimizer, _averaging(model), every=every, **options)
+        super().__init__(model, optimizer, outer_sgd(model, lr=1.0), every=every, **options)
 
 
 class BlockingDiLoCo(_Blocking):
@@ -201,9 +181,4 @@ class BlockingLocalSGD(_Blocking):
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, every: int, **options: Any) -> None:
-        super().__init__(model, optimizer, _averaging(model), every=every, **options)
-
-
-def _averaging(model: nn.Module) -> Optimizer:
-    """Return an outer optimizer whose step leads to the average of the members' parameters."""
-    return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1.0)
+        super().__init__(model, optimizer, outer_sgd(model, lr=1.0), every=every, **options)

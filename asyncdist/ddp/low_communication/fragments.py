@@ -43,14 +43,9 @@ class Fragment:
         self.reset_outer()
 
     @property
-    def count(self) -> int:
-        """The number of elements."""
-        return self.outer.numel()
-
-    @property
     def gradient_nbytes(self) -> int:
         """The bytes of the gradients of the parameters."""
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
+        return sum(parameter.nbytes for parameter in self.parameters)
 
     def reset_outer(self) -> None:
         """Take the parameters as the outer values."""
@@ -79,10 +74,8 @@ class Fragment:
     def take_outer_step(self, optimizer: Optimizer, average: torch.Tensor, keep: float) -> None:
         """Step the outer values by the average of the pseudo-gradients, and set the parameters to them.
 
-        Args:
-            optimizer: The outer optimizer of the model. Only the parameters of this fragment have gradients while it steps.
-            average: The average of all members' pseudo-gradients.
-            keep: The share of each parameter's own value that it keeps, from 0 to 1.
+        Only the parameters of this fragment have gradients while the outer ``optimizer`` steps. ``keep`` is the
+        share of its own value that each parameter keeps, from 0 to 1.
         """
         own = self._flat() if keep else None
         everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -152,7 +152,8 @@ class OuterTraining:
         if not 0 <= alpha <= 1:
             raise UsageError(f"alpha={alpha}: pass the share from 0 to 1 of its own value that a parameter keeps")
         self.alpha = float(alpha)
-        self.outer = outer or default_outer(model)
+        # By default that of the DiLoCo paper.
+        self.outer = outer or outer_sgd(model, lr=0.7, momentum=0.9, nesterov=True)
         self._check_outer()
         self._codec: VectorCodec | None = codec_of(compress)
         if self._codec is not None and any(fragment.outer.dtype == torch.float64 for fragment in self.fragments):
@@ -452,10 +453,9 @@ class OuterTraining:
         self.outer.load_state_dict(state["outer"])
 
 
-def default_outer(model: nn.Module) -> Optimizer:
-    """Return the outer optimizer of the DiLoCo paper: SGD with Nesterov momentum 0.9 and a learning rate of 0.7."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.SGD(trained, lr=0.7, momentum=0.9, nesterov=True)
+def outer_sgd(model: nn.Module, **options: Any) -> Optimizer:
+    """Return an outer optimizer of the trained parameters; a learning rate of 1 leads to the average of the members."""
+    return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], **options)
 
 
 def _is_elastic(group: Group) -> bool:

@@ -2,6 +2,5 @@
 
 arguments   which arguments are accepted, and what they mean
 hooks       hooks that torch's class takes by private methods
-join        how a model takes part in torch's context `Join`
-names       further methods and attributes
+names       further methods and attributes, and how a model takes part in torch's context `Join`
 """

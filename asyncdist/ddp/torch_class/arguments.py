@@ -18,8 +18,6 @@ WITH_TORCH = (
 )
 """The class to use for what this one refuses."""
 
-# -- groups -----------------------------------------------------------------------------------------
-
 
 def group_of(process_group: Any, device_mesh: Any) -> tuple[Group, Any]:
     """Return the group to average over, and torch's process group if it was given as one.
@@ -59,9 +57,6 @@ def default_group_if_any() -> Group | None:
         return group_of(None, None)[0]
     except UsageError:
         return None
-
-
-# -- checks of arguments and models -----------------------------------------------------------------
 
 
 def refuse(module: object, mixed_precision: object) -> None:

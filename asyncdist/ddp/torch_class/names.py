@@ -1,7 +1,4 @@
-"""Further names of torch's class, most of them private. Used by `module`.
-
-Functions whose first argument is ``model`` are methods of `DistributedDataParallel`, which lists them.
-"""
+"""Further names of torch's class, most of them private. `module` derives its class from `TorchNames`."""
 
 from __future__ import annotations
 
@@ -19,130 +16,260 @@ from asyncdist.ddp import model_sync
 from asyncdist.ddp.reducer import Reducer
 from asyncdist.ddp.torch_class import hooks
 from asyncdist.ddp.torch_class.arguments import WITH_TORCH, default_limits, group_of, moved
+from asyncdist.ddp.uneven_inputs import Joining, StepKind
 from asyncdist.errors import UsageError
 
-# -- public -----------------------------------------------------------------------------------------
+_CHECKPOINT_PROBE = "_fqn_modifiers"
+"""The attribute for which torch's distributed checkpoints ask each module before they name its state."""
+
+_INSTEAD = {
+    "reducer": "the averages of the last step are described by last_step, bucket_parameters and _get_ddp_logging_data()",
+    "logger": "last_step and _get_ddp_logging_data() describe the steps",
+}
+
+_COMPUTED: dict[str, Callable[[Any, Reducer], Any]] = {
+    "_has_rebuilt_buckets": lambda model, reducer: reducer.has_rebuilt_buckets,
+    "broadcast_bucket_size": lambda model, reducer: model_sync.PACK_NBYTES,
+    "bucket_bytes_cap": lambda model, reducer: reducer.options.limits[-1],
+    "bucket_bytes_cap_default": lambda model, reducer: (
+        tuple(reducer.options.limits) == default_limits(model.process_group)
+    ),
+    "bucket_bytes_cap_list": lambda model, reducer: list(reducer.options.limits),
+    "is_multi_device_module": lambda model, reducer: len({each.device for _, each in model._parameters_to_sync()}) > 1,
+    "modules_buffers": lambda model, reducer: [buffer for _, buffer in model._buffers_to_sync()],
+    "named_module_buffers": lambda model, reducer: dict(model._buffers_to_sync()),
+    "use_side_stream_for_tensor_copies": lambda model, reducer: False,
+}
+"""Attributes of torch's class that describe a model, with functions of the model and its reducer that return them."""
 
 
-def device(model: Any) -> torch.device:
-    """Return the device of the first parameter."""
-    found: torch.device = model._parameters_to_sync()[0][1].device
-    return found
+class TorchJoinHook:
+    """The hook that torch's `torch.distributed.algorithms.Join` calls on ranks that have run out of inputs.
 
-
-def device_type(model: Any) -> str:
-    """Return the type of `device`."""
-    return device(model).type
-
-
-def broadcasts_buffers(model: Any) -> bool:
-    """Return ``forward_sync_buffers``, of which this is torch's older name."""
-    return bool(model.forward_sync_buffers)
-
-
-def set_broadcasts_buffers(model: Any, value: bool) -> None:
-    """Set ``forward_sync_buffers``."""
-    model.forward_sync_buffers = value
-
-
-def scatter_inputs(model: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-    """Divide inputs over devices, as torch's method does; `forward` does not call it."""
-    return scatter_kwargs(inputs, kwargs, device_ids, dim=model.dim)
-
-
-def gather_outputs(model: Any, outputs: Any, output_device: Any) -> Any:
-    """Join outputs of several devices, as torch's method does; `forward` does not call it."""
-    return gather(outputs, output_device, dim=model.dim)
-
-
-def inputs_on(model: Any, inputs: Any, kwargs: Any, device_id: int) -> Any:
-    """Return ``([inputs], [kwargs])`` on a device, as torch's method does."""
-    found = moved((inputs, kwargs), torch.device(model.device_type, device_id))
-    return (found[0],), (found[1],)
-
-
-# -- private ----------------------------------------------------------------------------------------
-
-
-def ignore(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
-    """Exclude parameters and buffers of ``module`` by name, before it is wrapped."""
-    module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if name in params_and_buffers_to_ignore:
-            tensor._ddp_ignored = True  # type: ignore[attr-defined]
-
-
-def parameters_of(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
-    """Return the parameters of ``module`` that are not excluded."""
-    for name, parameter in module.named_parameters():
-        if not hasattr(parameter, "_ddp_ignored"):
-            yield (name, parameter) if named_params else parameter
-
-
-def active_module(_: type) -> None:
-    """Return None: torch.compile need not split the model for this class."""
-
-
-def register_buffer_hook(model: Any, state: object, hook: Any, comm_hook_location: Any = "POST_FORWARD") -> None:
-    """Call ``hook(state, buffers)`` in each forward that follows a forward with gradients, instead of a broadcast.
-
-    Args:
-        model: The wrapped model.
-        state: The first argument of the hook.
-        hook: Changes the tensors of a dictionary of buffers by name. It may return futures of torch, for which the end of
-            backward waits.
-        comm_hook_location: "PRE_FORWARD" or "POST_FORWARD", or torch's constants of these names.
+    Torch's context counts the ranks with inputs once for each forward, and calls `main_hook` once for each forward of
+    these ranks.
     """
-    model.buffer_hook = hooks.BufferHook(state, hook, comm_hook_location)
+
+    def __init__(self, model: Any, joining: Joining) -> None:
+        self._model, self._joining = model, joining
+
+    def main_hook(self) -> None:
+        """Follow the other ranks through one forward and its backward."""
+        while self._model._stand_in_once(self._joining) is StepKind.refresh:
+            pass
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Receive the model of the last ranks, when all ranks have run out."""
+        try:
+            self._model._sync_last(self._joining)
+        finally:
+            # torch's context leaves its configuration behind.
+            vars(self._model).pop("_join_config", None)
+            self._model._stop_joining(self._joining)
 
 
-def register_builtin_hook(model: Any, comm_hook_type: Any) -> None:
-    """Register torch's ``BuiltinCommHookType``: ALLREDUCE or FP16_COMPRESS."""
-    model.register_async_comm_hook(hooks.builtin_hook(comm_hook_type))
+def counted_group(torch_group: Any, alternative: str = "") -> Any:
+    """Return the process group of torch whose ranks torch's context counts, if a model or an optimizer was given one.
+
+    Raises:
+        UsageError: There is none. Its advice begins with the ``alternative``.
+    """
+    if torch_group is None:
+        raise UsageError(
+            f"torch's Join needs a process group of torch.distributed: {alternative}call "
+            'torch.distributed.init_process_group("asyncdist") and pass its group as process_group'
+        )
+    return torch_group
 
 
-def register_fused_optimizer(model: Any, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-    """Step an optimizer for each bucket when its gradients have been averaged; see torch's method."""
-    model.register_async_comm_hook(hooks.fused_step(optim, optim_params, args, kwargs))
+def _option(name: str) -> property:
+    return property(lambda model: getattr(model._options, name), doc="The argument of this name.")
 
 
-def set_static_graph(model: Any) -> None:
-    """Set ``static_graph`` after the construction; the argument is the better way."""
-    if model.static_graph:
-        warnings.warn("static_graph is True already: leave _set_static_graph() out", stacklevel=2)
-        return
-    model._options.static_graph = True
-    model._reducer.set_static_graph()
+class TorchNames(nn.Module):
+    """The methods and attributes of `torch.nn.parallel.DistributedDataParallel` that need no explanation of their own.
+
+    As in torch, type checkers know no attributes of the user's class.
+    """
+
+    buffer_hook: hooks.BufferHook | None = None
+    _torch_joining: Joining | None = None
+    find_unused_parameters = _option("find_unused_parameters")
+    gradient_as_bucket_view = _option("gradient_as_bucket_view")
+    static_graph = _option("static_graph")
+    skip_all_reduce_unused_params = _option("skip_all_reduce_unused_params")
+    lazy_bucket_allocation = _option("lazy_bucket_allocation")
+
+    @property
+    def device(self: Any) -> torch.device:
+        """The device of the first parameter."""
+        found: torch.device = self._parameters_to_sync()[0][1].device
+        return found
+
+    @property
+    def device_type(self: Any) -> str:
+        """The type of `device`."""
+        return str(self.device.type)
+
+    @property
+    def broadcast_buffers(self: Any) -> bool:
+        """Torch's older name of ``forward_sync_buffers``."""
+        return bool(self.forward_sync_buffers)
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self: Any, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def scatter(self: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        """Divide inputs over devices, as torch's method does; `forward` does not call it."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def gather(self: Any, outputs: Any, output_device: Any) -> Any:
+        """Join outputs of several devices, as torch's method does; `forward` does not call it."""
+        return gather(outputs, output_device, dim=self.dim)
+
+    def to_kwargs(self: Any, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """Return ``([inputs], [kwargs])`` on a device, as torch's method does."""
+        found = moved((inputs, kwargs), torch.device(self.device_type, device_id))
+        return (found[0],), (found[1],)
+
+    # -- torch's context `torch.distributed.algorithms.Join` ------------------------------------
+
+    def join_hook(self: Any, **kwargs: Any) -> TorchJoinHook:
+        """Return the hook with which torch's context includes this model.
+
+        The group must be one of torch.distributed on the back end "asyncdist". In a world of `init_process_group`, use
+        `join`.
+
+        Of ``kwargs`` it uses ``divide_by_initial_world_size``, as in `join`.
+
+        Raises:
+            UsageError: The group of the model is not one of torch.distributed.
+        """
+        self.join_process_group  # noqa: B018 - raises without such a group
+        divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        # A context that an exception ended has called no hook.
+        if self._torch_joining is not None:
+            self._torch_joining.optimizers.close()
+        joining = Joining(self.process_group, self.module, divides_by_all=divides_by_all, throws=False)
+        self._torch_joining = joining
+        return TorchJoinHook(self, joining)
+
+    @property
+    def join_device(self: Any) -> torch.device:
+        """The device of the tensors with which torch's context counts ranks."""
+        found: torch.device = self.device
+        return found
+
+    @property
+    def join_process_group(self: Any) -> Any:
+        """The process group of torch whose ranks torch's context counts. Raises UsageError as `counted_group` does."""
+        return counted_group(self._torch_group, "use `with model.join():`, or ")
+
+    def _notify_torch_join(self: Any) -> Joining | None:
+        """Tell torch's context that a forward begins; return what it does, or None outside such a context."""
+        config = vars(self).get("_join_config")
+        if config is None or not config.enable:
+            return None
+        from torch.distributed.algorithms.join import Join
+
+        work: Any = Join.notify_join_context(self)
+        if work is not None:
+            work.wait()
+        joining: Joining | None = self._torch_joining
+        self._reducer.joining = joining
+        return joining
+
+    # -- private --------------------------------------------------------------------------------
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
+        """Exclude parameters and buffers of ``module`` by name, before it is wrapped."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """Return the parameters of ``module`` that are not excluded."""
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> None:
+        """Return None: torch.compile need not split the model for this class."""
+
+    def _register_buffer_comm_hook(
+        self: Any, state: object, hook: Any, comm_hook_location: Any = "POST_FORWARD"
+    ) -> None:
+        """Call ``hook(state, buffers)`` in each forward that follows a forward with gradients, instead of a broadcast.
+
+        Args:
+            state: The first argument of the hook.
+            hook: Changes the tensors of a dictionary of buffers by name. It may return futures of torch, for which the
+                end of backward waits.
+            comm_hook_location: "PRE_FORWARD" or "POST_FORWARD", or torch's constants of these names.
+        """
+        self.buffer_hook = hooks.BufferHook(state, hook, comm_hook_location)
+
+    def _register_builtin_comm_hook(self: Any, comm_hook_type: Any) -> None:
+        """Register torch's ``BuiltinCommHookType``: ALLREDUCE or FP16_COMPRESS."""
+        self.register_async_comm_hook(hooks.builtin_hook(comm_hook_type))
+
+    def _register_fused_optim(self: Any, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """Step an optimizer for each bucket when its gradients have been averaged; see torch's method."""
+        self.register_async_comm_hook(hooks.fused_step(optim, optim_params, args, kwargs))
+
+    def _set_static_graph(self: Any) -> None:
+        """Set ``static_graph`` after the construction; the argument is the better way."""
+        if self.static_graph:
+            warnings.warn("static_graph is True already: leave _set_static_graph() out", stacklevel=2)
+            return
+        self._options.static_graph = True
+        self._reducer.set_static_graph()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Check the rate and do nothing: `last_step` holds the times of every step."""
+        if sample_rate < 1:
+            raise UsageError(f"the sample rate of the logging data is 1 or more, not {sample_rate}")
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Do nothing: outputs are never copied."""
+
+    def _remove_autograd_hooks(self: Any) -> None:
+        """Remove the hooks of the parameters: later backwards average nothing."""
+        self._reducer.remove_hooks()
+
+    def _check_reducer_finalized(self: Any) -> None:
+        """Raise GradientError if the last backward ended before all gradients were averaged."""
+        self._reducer.check()
+
+    def _update_process_group(self: Any, new_process_group: Any) -> None:
+        """Average over another group from the next forward on; a communication hook must be registered again."""
+        self._reducer.remove_hooks()
+        self._average_over(*group_of(new_process_group, None))
+
+    def _get_ddp_logging_data(self: Any) -> dict[str, Any]:
+        """Return a description of the model, its arguments and its last step: strings, and times in nanoseconds."""
+        return _logging_data(self)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == _CHECKPOINT_PROBE:
+                _tell_checkpoints()
+            if name in _COMPUTED:
+                return _COMPUTED[name](self, self._reducer)
+            explained = _explain_missing(name)
+            if explained is None:
+                raise
+        raise AttributeError(explained, name=name, obj=self)
 
 
-def set_sample_rate(_: Any, sample_rate: int) -> None:
-    """Check the rate and do nothing: `last_step` holds the times of every step."""
-    if sample_rate < 1:
-        raise UsageError(f"the sample rate of the logging data is 1 or more, not {sample_rate}")
-
-
-def set_sink_clone(_: Any, val: bool) -> None:
-    """Do nothing: outputs are never copied."""
-
-
-def remove_hooks(model: Any) -> None:
-    """Remove the hooks of the parameters: later backwards average nothing."""
-    model._reducer.remove_hooks()
-
-
-def check_finalized(model: Any) -> None:
-    """Raise GradientError if the last backward ended before all gradients were averaged."""
-    model._reducer.check()
-
-
-def update_group(model: Any, new_process_group: Any) -> None:
-    """Average over another group from the next forward on; a communication hook must be registered again."""
-    model._reducer.remove_hooks()
-    model._average_over(*group_of(new_process_group, None))
-
-
-def logging_data(model: Any) -> dict[str, Any]:
-    """Return a description of the model, its arguments and its last step: strings, and times in nanoseconds."""
+def _logging_data(model: Any) -> dict[str, Any]:
     reducer = model._reducer
     trained = [parameter for _, parameter in model._parameters_to_sync() if parameter.requires_grad]
     sizes = [sum(model.module.get_parameter(name).nbytes for name in names) for names in reducer.layout]
@@ -165,7 +292,7 @@ def logging_data(model: Any) -> dict[str, Any]:
         "total_parameter_size_bytes": sum(each.nbytes for each in trained),
         "bucket_sizes": ", ".join(map(str, sizes)),
         "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets),
-        "can_set_static_graph": int(not reducer.may_lack_gradients),
+        "can_set_static_graph": int(not reducer.options.allows_unused),
     }
     if reducer.hook_name is not None:
         data["comm_hook"] = reducer.hook_name
@@ -184,51 +311,18 @@ def logging_data(model: Any) -> dict[str, Any]:
     return data
 
 
-# -- attributes that are computed -------------------------------------------------------------------------------
-
-COMPUTED: dict[str, Callable[[Any, Reducer], Any]] = {
-    "_has_rebuilt_buckets": lambda model, reducer: reducer.has_rebuilt_buckets,
-    "broadcast_bucket_size": lambda model, reducer: model_sync.PACK_NBYTES,
-    "bucket_bytes_cap": lambda model, reducer: reducer.limits[-1],
-    "bucket_bytes_cap_default": lambda model, reducer: tuple(reducer.limits) == default_limits(model.process_group),
-    "bucket_bytes_cap_list": lambda model, reducer: list(reducer.limits),
-    "is_multi_device_module": lambda model, reducer: len(_devices_of(model)) > 1,
-    "modules_buffers": lambda model, reducer: [buffer for _, buffer in model._buffers_to_sync()],
-    "named_module_buffers": lambda model, reducer: dict(model._buffers_to_sync()),
-    "use_side_stream_for_tensor_copies": lambda model, reducer: False,
-}
-"""Attributes of torch's class that describe a model, with functions of the model and its reducer that return them."""
-
-
-def _devices_of(model: Any) -> set[torch.device]:
-    return {parameter.device for _, parameter in model._parameters_to_sync()}
-
-
-_INSTEAD = {
-    "reducer": "the averages of the last step are described by last_step, bucket_parameters and _get_ddp_logging_data()",
-    "logger": "last_step and _get_ddp_logging_data() describe the steps",
-}
-
-
-CHECKPOINT_PROBE = "_fqn_modifiers"
-"""The attribute for which torch's distributed checkpoints ask each module before they name its state."""
-
-
-def tell_checkpoints(kind: type) -> None:
+def _tell_checkpoints() -> None:
     """Let torch's distributed checkpoints leave "module." out of the names of a wrapped model, as for torch's class.
 
     `torch.distributed.checkpoint.state_dict` tests for torch's class by ``isinstance`` with a name of its module, which may
     as well be a tuple of classes. Only that test changes: for all others this class stays another one than torch's.
-
-    Args:
-        kind: The class of this package.
     """
     checkpoints: Any = sys.modules.get("torch.distributed.checkpoint.state_dict")
     if getattr(checkpoints, "DDP", None) is TorchDistributedDataParallel:
-        checkpoints.DDP = (TorchDistributedDataParallel, kind)
+        checkpoints.DDP = (TorchDistributedDataParallel, TorchNames)
 
 
-def explain_missing(name: str) -> str | None:
+def _explain_missing(name: str) -> str | None:
     """Return the text of an AttributeError for a name that only torch's class has; None for other names."""
     if name in _INSTEAD:
         return f"asyncdist's DistributedDataParallel has no {name!r}: {_INSTEAD[name]}"

@@ -46,7 +46,7 @@ from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.net import ChannelAddress
 from asyncdist.rendezvous import outward
-from asyncdist.weights.content.manifest import Manifest
+from asyncdist.weights.content.layout import Manifest
 from asyncdist.weights.content.selection import whole_selection
 from asyncdist.weights.transfer.held_version import HeldVersion
 from asyncdist.weights.transfer.transfer_port import TransferPort
@@ -84,7 +84,6 @@ class AsyncdistTensorTransport(TensorTransportManager):  # type: ignore[misc]
         self._receiving: dict[str, Future[list[torch.Tensor]]] = {}
 
     def tensor_transport_backend(self) -> str:
-        """Return the name of the transport."""
         return RAY_TRANSPORT
 
     @staticmethod
@@ -100,8 +99,6 @@ class AsyncdistTensorTransport(TensorTransportManager):  # type: ignore[misc]
     def actor_has_tensor_transport(self, actor: Any) -> bool:
         """Return True: an actor needs only this package."""
         return True
-
-    # -- the source ------------------------------------------------------------------------------
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> AsyncdistTensors:
         """Copy the tensors of an object into shared memory, and return where they are."""
@@ -122,7 +119,7 @@ class AsyncdistTensorTransport(TensorTransportManager):  # type: ignore[misc]
 
     async def _hold(self, obj_id: str, tensors: dict[str, torch.Tensor]) -> bytes:
         port = self._opened()
-        held, manifest = await port.copy(tensors, lambda nbytes: _version(obj_id, nbytes))
+        held, manifest = await port.copy(tensors, _version(obj_id))
         port.offer(held, held.version.key)
         self._held[obj_id] = held
         return manifest.encode()
@@ -146,8 +143,6 @@ class AsyncdistTensorTransport(TensorTransportManager):  # type: ignore[misc]
                 self._opened().drop(held)
 
         background_loop().call(drop)
-
-    # -- the receiver ----------------------------------------------------------------------------
 
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Any:
         """Return metadata without content: the tensors' own metadata have all."""
@@ -178,7 +173,7 @@ class AsyncdistTensorTransport(TensorTransportManager):  # type: ignore[misc]
     async def _receive(self, source: AsyncdistTensors) -> list[torch.Tensor]:
         port = self._opened()
         manifest = Manifest.decode(source.manifest)
-        held = port.new_held(_version(source.key, manifest.layout.nbytes), whole_selection(manifest.layout), manifest)
+        held = port.new_held(_version(source.key), whole_selection(manifest.layout), manifest)
         try:
             await port.get(held, manifest, held.version.key, ChannelAddress.decode(source.address), token=source.token)
         except BaseException:
@@ -223,8 +218,8 @@ def _tensors_of(held: HeldVersion, port: TransferPort) -> list[torch.Tensor]:
     return tensors
 
 
-def _version(key: str, nbytes: int) -> Version:
-    return Version(1, None, 0, nbytes, 0.0, key)
+def _version(key: str) -> Version:
+    return Version(1, None, 0, 0, 0.0, key)
 
 
 def register_ray_transport() -> None:

@@ -22,7 +22,7 @@ again, reads the newest version when its engine asks for it, and each host has o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -46,12 +46,7 @@ _READ_TIMEOUT = 300.0
 
 @dataclass
 class AsyncdistInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What a worker needs to read.
-
-    Attributes:
-        job: The job at a store daemon.
-        name: The name of the weights in it.
-    """
+    """What a worker needs to read: the job at a store daemon, and the name of the weights in it."""
 
     job: str
     name: str = "weights"
@@ -59,11 +54,7 @@ class AsyncdistInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class AsyncdistUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which version a worker loads.
-
-    Attributes:
-        version: The least number of the version. A worker that finds a newer one loads that.
-    """
+    """The least number of the version that a worker loads. A worker that finds a newer one loads that."""
 
     version: int
 
@@ -83,7 +74,9 @@ class AsyncdistWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
         """Prepare the layers of the model to be loaded again, as vLLM's engines for whole checkpoints do."""
-        _reload("initialize_layerwise_reload")(self.model)
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: AsyncdistUpdateInfo) -> None:
         """Read the version and load it.
@@ -104,10 +97,11 @@ class AsyncdistWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
         """Let vLLM process the loaded layers."""
-        _reload("finalize_layerwise_reload")(self.model, self.model_config)
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Leave the job."""
         subscriber, self._subscriber = self._subscriber, None
         if subscriber is not None:
             subscriber.__exit__()
@@ -115,13 +109,7 @@ class AsyncdistWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
 @dataclass
 class AsyncdistTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """The settings with which the ranks of a trainer publish.
-
-    Attributes:
-        job: The job at a store daemon.
-        name: The name of the weights in it.
-        keep: The number of versions that workers can read.
-    """
+    """The settings with which the ranks of a trainer publish; workers can read ``keep`` versions."""
 
     backend: ClassVar[str] = VLLM_BACKEND
 
@@ -207,19 +195,11 @@ def _check_source(source: Any) -> None:
             )
 
 
-def _reload(name: str) -> Callable[..., None]:
-    from vllm.model_executor.model_loader import reload
-
-    function: Callable[..., None] = getattr(reload, name)
-    return function
-
-
 @functools.cache
 def register_vllm_engines() -> None:
     """Make the back end ``"asyncdist"`` known to vLLM. Idempotent.
 
     vLLM calls it in each of its processes, and a trainer outside of these calls it itself.
     """
-    module = __name__
-    WeightTransferEngineFactory.register_engine(VLLM_BACKEND, module, AsyncdistWeightTransferEngine.__name__)
-    WeightTransferTrainerFactory.register_engine(VLLM_BACKEND, module, AsyncdistTrainerEngine.__name__)
+    WeightTransferEngineFactory.register_engine(VLLM_BACKEND, __name__, AsyncdistWeightTransferEngine.__name__)
+    WeightTransferTrainerFactory.register_engine(VLLM_BACKEND, __name__, AsyncdistTrainerEngine.__name__)

@@ -1,7 +1,7 @@
 """Where the tensors of a version lie in its memory, and the blocks in which the memory is copied and verified. No I/O.
 
 The tensors follow each other, each contiguous and aligned to a cache line. A block is a part of one tensor, so that an
-error in a block names its tensor.
+error in a block names its tensor. The publisher puts the manifest into the store: the layout and the digests of the blocks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from functools import cached_property
 from typing import Any
 
 import msgpack
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncdist.errors import ProtocolError, UnsupportedError
 from asyncdist.kernel import ALIGNMENT, DTYPE_NUMBERS, DTYPES
+from asyncdist.weights.content.digest import DIGEST_NBYTES
 
 BLOCK_NBYTES = 1 << 20
 """The most bytes of a block. A host passes a block on as soon as it has it."""
+_FORMAT = 1
+"""Of a manifest. Changes with the encoding, the layout rules and the digest."""
 _MOST_NBYTES = 1 << 50
 """More than any version has; a larger one is damage."""
 
@@ -31,8 +36,6 @@ class TensorPlace:
 
     Attributes:
         name: Its name in the state dict.
-        dtype: Its dtype.
-        shape: Its shape.
         offset: Its first byte in the memory of the version.
         shared_with: The tensor whose memory it is, with another name: parameters may be tied. None for one with its own.
     """
@@ -45,24 +48,16 @@ class TensorPlace:
 
     @property
     def count(self) -> int:
-        """The number of its elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The number of its bytes."""
         return self.count * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes of one tensor that are copied and verified together.
-
-    Attributes:
-        place: The tensor.
-        offset: The first byte in the memory of the version.
-        nbytes: At most `BLOCK_NBYTES`.
-    """
+    """At most `BLOCK_NBYTES` bytes of a tensor, copied and verified together; `offset` is in the version's memory."""
 
     place: TensorPlace
     offset: int
@@ -72,9 +67,7 @@ class Block:
 class WeightsLayout:
     """The places of the tensors of a version.
 
-    Args:
-        tensors: Name, dtype and shape of each tensor.
-        ties: The name of a tensor with memory of its own, by the name of another one that shares this memory.
+    ``ties`` has the name of a tensor with memory of its own, by the name of another one that shares this memory.
     """
 
     def __init__(
@@ -115,7 +108,6 @@ class WeightsLayout:
         return hashlib.blake2b(msgpack.packb(self.describe()), digest_size=12).hexdigest()
 
     def describe(self) -> list[list[object]]:
-        """Return the layout as plain data."""
         return [
             [place.name, DTYPE_NUMBERS[place.dtype], list(place.shape), place.shared_with]
             for place in self.places.values()
@@ -150,7 +142,7 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> WeightsLayout:
     found: dict[tuple[object, ...], str] = {}
     ties: dict[str, str] = {}
     for name, tensor in tensors.items():
-        check_publishable(name, tensor)
+        _check_publishable(name, tensor)
         if tensor.numel() and not tensor.is_meta:
             memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
             first = found.setdefault(memory, name)
@@ -159,7 +151,7 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> WeightsLayout:
     return WeightsLayout([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()], ties)
 
 
-def check_publishable(name: str, tensor: torch.Tensor) -> None:
+def _check_publishable(name: str, tensor: torch.Tensor) -> None:
     """Raise UnsupportedError for a tensor that cannot be copied as plain memory."""
     if isinstance(tensor, (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)):
         raise UnsupportedError(f"{name} belongs to a lazy module and has no shape yet: run one forward first")
@@ -171,3 +163,38 @@ def check_publishable(name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.dtype not in DTYPE_NUMBERS:
         raise UnsupportedError(f"{name} has the dtype {tensor.dtype}, which asyncdist does not carry")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a reader must know of a version before it copies the bytes: its layout, and the digest of each block."""
+
+    layout: WeightsLayout
+    digests: NDArray[np.uint64]
+
+    def encode(self) -> bytes:
+        packed: bytes = msgpack.packb((_FORMAT, self.layout.describe(), self.digests.astype("<u8").tobytes()))
+        return packed
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """Return the manifest that `encode` has written.
+
+        Raises:
+            ProtocolError: The bytes are damaged, or a publisher of another version of asyncdist wrote them.
+        """
+        try:
+            number, description, digests = msgpack.unpackb(data)
+        except (ValueError, TypeError, msgpack.UnpackException) as cause:
+            raise ProtocolError(f"a manifest that cannot be read: {cause}") from cause
+        if number != _FORMAT:
+            raise ProtocolError(f"a manifest of format {number!r}: run the same asyncdist in all processes of the job")
+        layout = WeightsLayout.of_description(description)
+        # Before the blocks are counted, because a damaged shape may claim 2^50 bytes.
+        if type(digests) is not bytes or len(digests) % DIGEST_NBYTES:
+            raise ProtocolError("a manifest whose digests cannot be read")
+        if layout.count_blocks() * DIGEST_NBYTES != len(digests):
+            raise ProtocolError(
+                f"a manifest of {layout.count_blocks()} blocks with {len(digests) // DIGEST_NBYTES} digests"
+            )
+        return cls(layout, np.frombuffer(digests, dtype="<u8"))

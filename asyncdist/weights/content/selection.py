@@ -59,7 +59,6 @@ class Selection:
         return cls(parts, WeightsLayout(tensors, ties), key)
 
     def describe(self) -> list[list[object]]:
-        """Return the parts as plain data."""
         return [[name, ranges] for name, ranges in self.parts.items()]
 
     @classmethod
@@ -81,17 +80,13 @@ class Selection:
 
 
 def whole_selection(layout: WeightsLayout) -> Selection:
-    """Return the selection of all tensors."""
     return Selection.of(layout, dict.fromkeys(layout.places))
 
 
 def select(whole: WeightsLayout, wanted: Mapping[str, tuple[int, ...]] | None, slices: Slices | None) -> Selection:
     """Return the selection of a reader.
 
-    Args:
-        whole: The layout of the version.
-        wanted: The shape of each tensor that the reader has; None if it has a part of all, of any shape.
-        slices: Which part of a tensor that is.
+    ``wanted`` has the shape of each tensor that the reader has; None if it has a part of all, of any shape.
 
     Raises:
         UsageError: The version has no such tensor, or a part has another shape.
@@ -141,10 +136,7 @@ def _is_within(ranges: Ranges, shape: tuple[int, ...]) -> bool:
 def flat_range(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return elements of a tensor of any strides as a flat contiguous tensor: a view where there is one, else a copy.
 
-    Args:
-        tensor: The tensor.
-        start: The first element, counted in the order of a contiguous tensor.
-        stop: The end.
+    Elements are counted in the order of a contiguous tensor.
     """
     if tensor.is_contiguous():
         return tensor.view(-1)[start:stop]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -18,29 +18,23 @@ from asyncdist.errors import AsyncdistError, StoreError
 from asyncdist.kernel import can_share_segments
 from asyncdist.net import ChannelAddress
 from asyncdist.rendezvous import JobDirectory
-from asyncdist.weights.content.manifest import Manifest
+from asyncdist.weights.content.layout import Manifest
 from asyncdist.weights.content.selection import Selection
 from asyncdist.weights.errors import DigestError, WeightsError
 from asyncdist.weights.transfer.fan_out import HolderRecord, ranked_sources
 from asyncdist.weights.transfer.held_version import HeldVersion
 from asyncdist.weights.transfer.transfer_port import TransferPort
-from asyncdist.weights.transfer.version_table import HoldersView, Version, VersionTable
+from asyncdist.weights.transfer.version_table import Version, VersionTable
 
 log = logging.getLogger("asyncdist")
 
 
 class WeightsExchange:
-    """The part of this process in one set of weights. Make it with `open`.
-
-    Attributes:
-        table: The versions at the store.
-        port: Gives versions to others, and gets them.
-    """
+    """The part of this process in one set of weights: the table of the store, and a port. Make it with `open`."""
 
     def __init__(self, directory: JobDirectory, table: VersionTable, port: TransferPort) -> None:
         self.table, self.port = table, port
         self._directory = directory
-        self._entries: dict[HeldVersion, str] = {}
         self._serial = 0
 
     @classmethod
@@ -72,9 +66,7 @@ class WeightsExchange:
         finally:
             await self._directory.close()
 
-    # -- versions that this process has --------------------------------------------------------
-
-    def record(self, selection: Selection, *, is_complete: bool) -> HolderRecord:
+    def _record(self, selection: Selection, *, is_complete: bool) -> HolderRecord:
         """Return a new record of this process as a holder."""
         self._serial += 1
         address = self.port.address
@@ -83,25 +75,17 @@ class WeightsExchange:
         entry = f"{address.id}.{self._serial}"
         return HolderRecord(entry, address.id, host, selection.key, is_complete, address.encode())
 
-    def offer(self, held: HeldVersion, entry: str) -> None:
-        """Give a version to readers from now on, as they ask for it."""
-        self.port.offer(held, entry)
-        self._entries[held] = entry
-
     async def announce(self, held: HeldVersion, manifest: bytes, before: Version) -> None:
         """Give a version to readers, and make it the newest after ``before``. Raises the errors of the table."""
-        record = self.record(held.selection, is_complete=True)
-        self.offer(held, record.entry)
+        record = self._record(held.selection, is_complete=True)
+        self.port.offer(held, record.entry)
         held.version = await self.table.announce(held.version, manifest, record, before)
 
     async def drop(self, held: HeldVersion) -> None:
         """Give a version to readers no more. Its memory is used again when those that read it now have ended."""
-        entry = self._entries.pop(held, None)
         self.port.drop(held)
-        if entry is not None:
-            await self.table.withdraw(held.version, entry)
-
-    # -- reading -------------------------------------------------------------------------------
+        if held.entry:
+            await self.table.withdraw(held.version, held.entry)
 
     async def fetch(self, version: Version, manifest: Manifest, selection: Selection) -> HeldVersion:
         """Get a version from those that have it; give it to others already while it arrives.
@@ -111,11 +95,11 @@ class WeightsExchange:
             WeightsError: No source is left.
         """
         held = self.port.new_held(version, selection, manifest)
-        record = self.record(selection, is_complete=False)
-        self.offer(held, record.entry)
+        record = self._record(selection, is_complete=False)
+        self.port.offer(held, record.entry)
         try:
             async with self.table.holders(version) as holders:
-                if not holders.present:
+                if not holders:
                     raise self._no_source(version, ())
                 order = await self.table.enroll(version, record)
                 await self._fill(held, manifest, holders, order, record)
@@ -128,15 +112,20 @@ class WeightsExchange:
             raise
 
     async def _fill(
-        self, held: HeldVersion, manifest: Manifest, holders: HoldersView, order: Sequence[str], record: HolderRecord
+        self,
+        held: HeldVersion,
+        manifest: Manifest,
+        holders: Mapping[str, HolderRecord],
+        order: Sequence[str],
+        record: HolderRecord,
     ) -> None:
         failures: dict[str, Exception] = {}
         num_blocks = len(held.blocks)
         while not held.is_complete or held.memory is None:
-            sources = ranked_sources(order, holders.present, record, num_blocks, failures)
+            sources = ranked_sources(order, holders, record, num_blocks, failures)
             if not sources:
                 order = await self.table.order(held.version)
-                sources = ranked_sources(order, holders.present, record, num_blocks, failures)
+                sources = ranked_sources(order, holders, record, num_blocks, failures)
             if not sources:
                 raise self._no_source(held.version, list(failures.values()))
             try:

@@ -25,7 +25,6 @@ class StoreRecord:
     """A record at the store, as JSON. A derived class has the fields."""
 
     def encode(self) -> bytes:
-        """Return the record as bytes."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -71,14 +70,10 @@ def ranked_sources(
 ) -> list[HolderRecord]:
     """Return the sources from which a reader may copy, best first.
 
-    Args:
-        order: The entries of all that have begun to read the version, the publisher's first; also of those that have
-            ended.
-        holders: The records of the living ones, by entry.
-        own: The reader's own record. If its entry is not in ``order``, the publisher has given the version up, and the
-            reader copies only from those that have all.
-        num_blocks: The number of blocks of the version.
-        avoided: Entries of sources that have failed this reader.
+    The ``order`` has the entries of all that have begun to read the version, the publisher's first, also of those that have
+    ended, and ``holders`` the records of the living ones by entry. If the reader's ``own`` entry is not in the order, the
+    publisher has given the version up, and the reader copies only from those that have all. Sources whose entries are
+    ``avoided`` have failed this reader.
     """
     position = {entry: number for number, entry in enumerate(order)}
     place = position.get(own.entry, -1)
@@ -88,7 +83,8 @@ def ranked_sources(
         for each in present
         if each.process != own.process
         and each.entry not in avoided
-        and _has(each, own)
+        # A source must have, or get, all blocks of the reader's selection in the reader's order.
+        and (each.selection == own.selection or (not each.selection and each.is_complete))
         and (each.is_complete or position[each.entry] < place)
     ]
     local = [each for each in usable if each.shares_with(own)]
@@ -104,8 +100,3 @@ def ranked_sources(
         # Place len(before) of the leaders is this reader's.
         before.insert(0, before.pop(len(before) - 1 - (len(before) - 1) // 2))
     return [*local, *before, *after]
-
-
-def _has(source: HolderRecord, reader: HolderRecord) -> bool:
-    """Return whether a source has, or gets, all blocks of a reader's selection in the reader's order."""
-    return source.selection == reader.selection or (not source.selection and source.is_complete)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from asyncdist.errors import ProtocolError
 from asyncdist.kernel import ReadMapping
 from asyncdist.weights.content.digest import digest
-from asyncdist.weights.content.layout import Block, TensorPlace
+from asyncdist.weights.content.layout import Block
 from asyncdist.weights.content.selection import Selection, flat_range
 from asyncdist.weights.transfer.segments import OwnSegment
 from asyncdist.weights.transfer.version_table import Version
@@ -21,16 +21,15 @@ from asyncdist.weights.transfer.version_table import Version
 class HeldVersion:
     """Blocks of a version that have arrived in order and are verified, and who uses them. Belongs to one loop.
 
-    Args:
-        selection: The parts of it that are here.
-        digests: The digests of the blocks of the selection's layout; of a part, they arrive with its blocks.
-        on_unused: Called once, when the version is dropped and no use of it is left.
+    The ``digests`` are those of the blocks of the selection's layout; of a part, they arrive with its blocks. ``on_unused``
+    is called once, when the version is dropped and no use of it is left.
 
     Attributes:
         memory: Where the blocks are; None until it is known.
         num_blocks: The number of blocks that are here.
         is_lost: Whether a process that had mapped the memory vanished, so that it may still read it.
         is_abandoned: Whether no further block will arrive.
+        entry: The name by which readers ask for it; empty until it is offered.
     """
 
     def __init__(
@@ -45,6 +44,7 @@ class HeldVersion:
         self.num_blocks = 0
         self.is_lost = False
         self.is_abandoned = False
+        self.entry = ""
         self._on_unused = on_unused
         self._uses = 1
         self._waiters: list[asyncio.Future[None]] = []
@@ -53,12 +53,10 @@ class HeldVersion:
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks of the selection."""
         return self.selection.layout.blocks
 
     @property
     def is_complete(self) -> bool:
-        """Whether all blocks are here."""
         return self.num_blocks == len(self.blocks)
 
     def place(self, memory: OwnSegment | ReadMapping) -> None:
@@ -75,17 +73,11 @@ class HeldVersion:
         """Hold all of the version instead of the selection, before any block is here."""
         self.selection, self.digests = selection, digests
 
-    # -- content -------------------------------------------------------------------------------
-
     def array(self, block: Block) -> NDArray[np.uint8]:
-        """Return the memory of a block."""
         return self._array[block.offset : block.offset + block.nbytes]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor of the selection, in place."""
-        return self._tensor(self.selection.layout.places[name])
-
-    def _tensor(self, place: TensorPlace) -> torch.Tensor:
+        place = self.selection.layout.places[name]
         flat = self._bytes[place.offset : place.offset + place.nbytes]
         return flat.view(place.dtype).view(place.shape)
 
@@ -106,15 +98,11 @@ class HeldVersion:
         """Return whether the bytes of a block have its digest."""
         return digest(self.array(self.blocks[number])) == int(self.digests[number])
 
-    # -- progress ------------------------------------------------------------------------------
-
     def advance(self, num_blocks: int) -> None:
-        """Note that the first ``num_blocks`` blocks are here."""
         self.num_blocks = num_blocks
         self._wake()
 
     def abandon(self) -> None:
-        """Note that no further block will arrive."""
         self.is_abandoned = True
         self._wake()
 
@@ -132,8 +120,6 @@ class HeldVersion:
     def _wake(self) -> None:
         while self._waiters:
             self._waiters.pop().set_result(None)
-
-    # -- uses ----------------------------------------------------------------------------------
 
     def use(self) -> None:
         """Keep the memory until a matching call of `release`."""

@@ -29,10 +29,8 @@ _MOST_MAPPINGS = 4
 class MappedSource:
     """The mapped memory of a source.
 
-    Attributes:
-        mapping: The mapping.
-        selection: The key of the selection that is there: all of the version, or what the reader has asked for.
-        end: Tells the source that the memory is not read any more.
+    It has the ``selection`` of this key: all of the version, or what the reader asked for. ``end`` tells the source that
+    the memory is not read any more.
     """
 
     mapping: ReadMapping
@@ -110,12 +108,8 @@ class VersionPuller:
     async def pull(self, channel: PeerChannel, entry: str, held: HeldVersion, *, maps: bool) -> MappedSource | None:
         """Get a version from a source.
 
-        Args:
-            held: What to fill, from the first block that it lacks on.
-            maps: Map the memory of the source, instead of copying its blocks.
-
-        Returns:
-            None once all blocks are here; the mapping if the memory is mapped.
+        It fills ``held`` from the first block that it lacks on, and returns None; with ``maps`` it maps the memory of the
+        source instead of copying its blocks.
 
         Raises:
             AsyncdistError: The source does not have it any more, has stalled, has sent wrong bytes, or was lost.
@@ -155,8 +149,6 @@ class VersionPuller:
         if channel.error is None:
             channel.send(encode(END, number))
 
-    # -- messages of sources -------------------------------------------------------------------
-
     def opened(self, channel: PeerChannel, message: IncomingMessage, fields: Sequence[Any]) -> None:
         """Provide the memory of blocks that begin to arrive."""
         pull = self._pulls.get((channel, fields[0]))
@@ -172,7 +164,6 @@ class VersionPuller:
         pull.arriving[message] = None
 
     def completed(self, message: IncomingMessage) -> None:
-        """Take blocks that have arrived."""
         if message.context is not None:
             pull, numbers = message.context
             pull.arriving.pop(message, None)
@@ -180,14 +171,12 @@ class VersionPuller:
                 pull.arrived(numbers)
 
     def withdrawn(self, message: IncomingMessage) -> None:
-        """Note that a source has given up a message."""
         if message.context is not None:
             pull, _ = message.context
             pull.arriving.pop(message, None)
             pull.fail(WeightsError(f"{pull.channel.peer.name} has stopped sending"))
 
     def received(self, channel: PeerChannel, fields: Sequence[Any], buffers: Sequence[memoryview]) -> None:
-        """Take small blocks."""
         pull = self._pulls.get((channel, fields[0]))
         if pull is None or pull.outcome.done():
             return
@@ -229,12 +218,10 @@ class VersionPuller:
         pull.outcome.set_result((mappings[segment], selection))
 
     def alive(self, channel: PeerChannel, number: int) -> None:
-        """Note that a source is alive."""
         if (pull := self._pulls.get((channel, number))) is not None:
             pull.signs += 1
 
     def refused(self, channel: PeerChannel, number: int, reason: str) -> None:
-        """Note that a source does not give a version."""
         if (pull := self._pulls.get((channel, number))) is not None:
             pull.fail(WeightsError(f"{channel.peer.name} refuses: {reason}"))
 
@@ -244,7 +231,6 @@ class VersionPuller:
             mappings.pop(segment, None)
 
     def closed(self, channel: PeerChannel, error: AsyncdistError) -> None:
-        """Note that a channel has ended."""
         self._mappings.pop(channel, None)
         for pull in list(self._pulls.values()):
             if pull.channel is channel:

@@ -38,12 +38,7 @@ OwnSegment = SharedSegment | PrivateSegment
 
 
 class SegmentPool:
-    """Segments of this process that are free to be written.
-
-    Args:
-        threads: Where memory is allocated.
-        on_close: Called with each segment that will not be used again.
-    """
+    """Segments of this process that are free to be written; ``on_close`` gets each one that will not be used again."""
 
     def __init__(self, threads: DaemonThreadPool, on_close: Callable[[OwnSegment], None]) -> None:
         self._threads = threads
@@ -60,7 +55,8 @@ class SegmentPool:
         self._free.clear()
         if fitting:
             return fitting[0]
-        allocating = self._threads.submit(_allocate, nbytes)
+        kind: type[OwnSegment] = SharedSegment if can_share_segments() else PrivateSegment
+        allocating: Future[OwnSegment] = self._threads.submit(kind, nbytes)
         try:
             return await asyncio.wrap_future(allocating)
         except asyncio.CancelledError:
@@ -68,7 +64,6 @@ class SegmentPool:
             raise
 
     def give_back(self, segment: OwnSegment) -> None:
-        """Take a segment that no process uses any more."""
         if self._is_closed:
             segment.close()
             return
@@ -87,10 +82,6 @@ class SegmentPool:
         self._is_closed = True
         while self._free:
             self._free.pop().close()
-
-
-def _allocate(nbytes: int) -> OwnSegment:
-    return SharedSegment(nbytes) if can_share_segments() else PrivateSegment(nbytes)
 
 
 def _close_result(allocating: Future[OwnSegment]) -> None:

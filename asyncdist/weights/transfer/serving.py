@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,15 +15,7 @@ from asyncdist.weights.content.digest import digest
 from asyncdist.weights.content.layout import Block
 from asyncdist.weights.content.selection import Selection
 from asyncdist.weights.transfer.held_version import HeldVersion
-from asyncdist.weights.transfer.transfer_messages import (
-    ALIVE,
-    MAPPED,
-    REFUSED,
-    Question,
-    encode,
-    encode_blocks,
-    group_end,
-)
+from asyncdist.weights.transfer.transfer_messages import ALIVE, BLOCKS, MAPPED, REFUSED, Question, encode, group_end
 
 STALL = 2.0
 """Seconds without a sign of a source after which its reader goes on with another one."""
@@ -44,12 +35,7 @@ class _Request:
 
 
 class VersionServer:
-    """Answers the questions of readers.
-
-    Args:
-        versions: The versions that this process has, by entry.
-        threads: Where slices are copied together.
-    """
+    """Answers the questions of readers about ``versions``, which this process has, by entry."""
 
     def __init__(self, versions: Mapping[str, HeldVersion], threads: DaemonThreadPool) -> None:
         self._versions = versions
@@ -57,7 +43,6 @@ class VersionServer:
         self._requests: dict[tuple[PeerChannel, int], _Request] = {}
 
     def ask(self, channel: PeerChannel, question: Question) -> None:
-        """Begin to answer a question."""
         key = channel, question.number
         if key in self._requests or sum(each is channel for each, _ in self._requests) >= _MOST_REQUESTS:
             raise ProtocolError(f"request {question.number} of {channel.peer.name} is open, or one of too many")
@@ -97,14 +82,11 @@ class VersionServer:
             request.task.cancel()
 
     async def close(self) -> None:
-        """End all requests."""
         tasks = [request.task for request in self._requests.values()]
         for channel in {channel for channel, _ in self._requests}:
             self.closed(channel)
         if tasks:
             await asyncio.wait(tasks)
-
-    # -- answers -------------------------------------------------------------------------------
 
     async def _answer(self, channel: PeerChannel, question: Question, request: _Request) -> None:
         try:
@@ -145,11 +127,11 @@ class VersionServer:
                 continue
             end = group_end(blocks, at, here)
             if is_part:
-                gather = functools.partial(_gather, held, selection, blocks[at:end])
-                arrays, digests = await asyncio.wrap_future(self._threads.submit(gather))
+                gathering = self._threads.submit(_gather, held, selection, blocks[at:end])
+                arrays, digests = await asyncio.wrap_future(gathering)
             else:
                 arrays, digests = [held.array(block) for block in blocks[at:end]], held.digests[at:end]
-            head = encode_blocks(question.number, at, digests)
+            head = encode(BLOCKS, question.number, at, digests.astype("<u8").tobytes())
             await channel.deliver(head, [each.data for each in arrays])
             at = end
 

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-import numpy as np
-from numpy.typing import NDArray
 
 from asyncdist.errors import ProtocolError
 from asyncdist.weights.content.layout import BLOCK_NBYTES, Block
@@ -56,13 +54,11 @@ class Question:
     known: Sequence[str]
 
     def encode(self) -> tuple[bytes, list[memoryview]]:
-        """Return the head and the buffers of the message."""
         head = msgpack.packb([ASK, self.number, self.entry, self.selection, self.first, self.maps, list(self.known)])
         return head, [] if self.parts is None else [memoryview(msgpack.packb(self.parts))]
 
     @classmethod
     def decode(cls, fields: Sequence[Any], buffers: Sequence[memoryview]) -> Question:
-        """Return a question. Raises ProtocolError."""
         try:
             number, entry, selection, first, maps, known = fields
             parts = msgpack.unpackb(buffers[0]) if buffers else None
@@ -74,14 +70,8 @@ class Question:
 
 
 def encode(kind: int, *fields: Any) -> bytes:
-    """Return the head of another message."""
     packed: bytes = msgpack.packb([kind, *fields])
     return packed
-
-
-def encode_blocks(number: int, first: int, digests: NDArray[np.uint64]) -> bytes:
-    """Return the head of a message with blocks."""
-    return encode(BLOCKS, number, first, digests.astype("<u8").tobytes())
 
 
 def decode(head: bytes) -> tuple[int, list[Any]]:

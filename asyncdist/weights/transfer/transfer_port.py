@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,7 @@ from asyncdist.config import Config
 from asyncdist.errors import PeerLostError, ProtocolError, SharedMemoryError
 from asyncdist.kernel import can_share_segments
 from asyncdist.net import ChannelAddress, ChannelPort, IncomingMessage, PeerChannel
-from asyncdist.weights.content.layout import layout_of
-from asyncdist.weights.content.manifest import Manifest
+from asyncdist.weights.content.layout import Manifest, layout_of
 from asyncdist.weights.content.selection import Selection, whole_selection
 from asyncdist.weights.snapshot import take_snapshot
 from asyncdist.weights.transfer.held_version import HeldVersion
@@ -52,15 +53,8 @@ _NUM_THREADS = 2
 class TransferPort:
     """Gives the versions that this process has, and gets those that it asks for.
 
-    Args:
-        host: The address of this machine at which it listens for other hosts.
-        service: Ports of different services do not connect.
-        label: The role of this process, for messages.
-
-    Attributes:
-        threads: Threads for copies.
-        pool: Memory for versions that this process writes.
-        channels: The port for channels.
+    It listens for other hosts at the address ``host``. Ports of different ``service`` do not connect. ``label`` is the role
+    of this process in messages.
     """
 
     def __init__(self, *, host: str, service: str, job: str, token: str | None, config: Config, label: str) -> None:
@@ -87,22 +81,18 @@ class TransferPort:
 
     @property
     def address(self) -> ChannelAddress:
-        """Where this port answers."""
         return self.channels.address
 
     # -- versions that this process has --------------------------------------------------------
 
     def new_held(self, version: Version, selection: Selection, manifest: Manifest) -> HeldVersion:
-        """Return a version that has no blocks yet."""
         digests = manifest.digests
         if selection.key:
             digests = np.zeros(len(selection.layout.blocks), dtype=np.uint64)
         return HeldVersion(version, selection, digests, self._unused)
 
-    async def copy(
-        self, tensors: Mapping[str, torch.Tensor], new_version: Callable[[int], Version]
-    ) -> tuple[HeldVersion, Manifest]:
-        """Copy tensors into memory of this process; return the version of so many bytes that ``new_version`` makes."""
+    async def copy(self, tensors: Mapping[str, torch.Tensor], version: Version) -> tuple[HeldVersion, Manifest]:
+        """Copy tensors into memory of this process; return them as ``version``, with its size and the time."""
         layout = layout_of(tensors)
         segment = await self.pool.take(layout.nbytes)
         try:
@@ -111,19 +101,20 @@ class TransferPort:
             self.pool.give_back(segment)
             raise
         manifest = Manifest(layout, digests)
-        held = self.new_held(new_version(layout.nbytes), whole_selection(layout), manifest)
+        version = replace(version, nbytes=layout.nbytes, published_at=time.time())
+        held = self.new_held(version, whole_selection(layout), manifest)
         held.place(segment)
         held.advance(len(held.blocks))
         return held, manifest
 
     def offer(self, held: HeldVersion, entry: str) -> None:
         """Give a version to readers from now on, as they ask for this entry."""
+        held.entry = entry
         self._versions[entry] = held
 
     def drop(self, held: HeldVersion) -> None:
         """Give a version to readers no more. Its memory is used again when those that read it now have ended."""
-        for entry in [each for each, offered in self._versions.items() if offered is held]:
-            del self._versions[entry]
+        self._versions.pop(held.entry, None)
         held.abandon()
         held.release()
 
@@ -160,8 +151,7 @@ class TransferPort:
     ) -> None:
         """Get the blocks that a version lacks from one source, or map the memory of a source on this host.
 
-        Args:
-            token: The token of the source, if it is not that of this port.
+        The ``token`` is that of the source, if it is not that of this port.
 
         Raises:
             AsyncdistError: The source does not have it any more, has stalled, has sent wrong bytes, or was lost.
@@ -203,42 +193,30 @@ class TransferPort:
     def received(
         self, channel: PeerChannel, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]
     ) -> None:
-        """Handle a short message."""
         unused = list(descriptors)
         try:
             kind, fields = decode(head)
-            self._handle(channel, kind, fields, buffers, unused)
+            if kind == ASK:
+                self._server.ask(channel, Question.decode(fields, buffers))
+            elif kind == END:
+                self._server.end(channel, fields[0])
+            elif kind == BLOCKS:
+                self._puller.received(channel, fields, buffers)
+            elif kind == MAPPED:
+                self._puller.mapped(channel, fields, unused)
+            elif kind == ALIVE:
+                self._puller.alive(channel, fields[0])
+            elif kind == REFUSED:
+                self._puller.refused(channel, fields[0], fields[1])
+            elif kind == CLOSED:
+                self._puller.forget_segment(channel, fields[0])
         except (TypeError, ValueError, LookupError) as cause:
             raise ProtocolError(f"a message about weights that cannot be read: {cause}") from cause
         finally:
             for descriptor in unused:
                 os.close(descriptor)
 
-    def _handle(
-        self,
-        channel: PeerChannel,
-        kind: int,
-        fields: Sequence[Any],
-        buffers: Sequence[memoryview],
-        descriptors: list[int],
-    ) -> None:
-        if kind == ASK:
-            self._server.ask(channel, Question.decode(fields, buffers))
-        elif kind == END:
-            self._server.end(channel, fields[0])
-        elif kind == BLOCKS:
-            self._puller.received(channel, fields, buffers)
-        elif kind == MAPPED:
-            self._puller.mapped(channel, fields, descriptors)
-        elif kind == ALIVE:
-            self._puller.alive(channel, fields[0])
-        elif kind == REFUSED:
-            self._puller.refused(channel, fields[0], fields[1])
-        elif kind == CLOSED:
-            self._puller.forget_segment(channel, fields[0])
-
     def opened(self, channel: PeerChannel, message: IncomingMessage) -> None:
-        """Handle the beginning of a long message."""
         kind, fields = decode(message.head)
         if kind == BLOCKS:
             self._puller.opened(channel, message, fields)
@@ -246,7 +224,6 @@ class TransferPort:
             raise ProtocolError(f"a long message of kind {kind}")
 
     def completed(self, channel: PeerChannel, message: IncomingMessage) -> None:
-        """Handle a long message."""
         kind, fields = decode(message.head)
         if kind == ASK and message.error is None:
             self._server.ask(channel, Question.decode(fields, message.buffers))
@@ -254,10 +231,8 @@ class TransferPort:
             self._puller.completed(message)
 
     def withdrawn(self, channel: PeerChannel, message: IncomingMessage) -> None:
-        """Handle the end of a long message that its sender has given up."""
         self._puller.withdrawn(message)
 
     def closed(self, channel: PeerChannel, error: PeerLostError) -> None:
-        """Handle the end of a channel."""
         self._puller.closed(channel, error)
         self._server.closed(channel)

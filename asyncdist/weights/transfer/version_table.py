@@ -17,15 +17,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
 from urllib.parse import quote
 
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store import AsyncPrefixStore, AsyncStoreBase
-from asyncdist.store.base import AsyncPrefixWatch
 from asyncdist.store.protocol import operations
 from asyncdist.weights.errors import PublisherReplacedError
 from asyncdist.weights.transfer.fan_out import HolderRecord, StoreRecord
@@ -82,11 +79,7 @@ class ReaderStatus(StoreRecord):
 
 
 class VersionTable:
-    """The keys of one set of weights.
-
-    Args:
-        store: The part of the store that belongs to the job, for the running loop. The caller closes it.
-    """
+    """The keys of one set of weights in the part of a ``store`` that belongs to the job. The caller closes the store."""
 
     def __init__(self, store: AsyncStoreBase, name: str) -> None:
         self._prefix = f"versions/{quote(name, safe='')}"
@@ -101,13 +94,9 @@ class VersionTable:
         await self._whole_store.request(operations.acquire_lease(f"{self._prefix}/"))
 
     async def close(self) -> None:
-        """Keep the keys no more."""
         await self._whole_store.request(operations.release_lease(f"{self._prefix}/"))
 
-    # -- versions ------------------------------------------------------------------------------
-
     async def latest(self) -> Version:
-        """Return the newest version."""
         value = await self._value(_LATEST)
         return NO_VERSION if value is None else Version.decode(value)
 
@@ -139,9 +128,7 @@ class VersionTable:
     async def announce(self, version: Version, manifest: bytes, record: HolderRecord, before: Version) -> Version:
         """Make a version the newest, whose number is one more than that of the newest so far, and at least its own.
 
-        Args:
-            record: The record of the publisher as its first holder.
-            before: The version that is probably the newest.
+        The ``record`` is that of the publisher as its first holder, and ``before`` is probably the newest version.
 
         Raises:
             PublisherReplacedError: A later incarnation has taken over. The version stays unknown.
@@ -173,13 +160,13 @@ class VersionTable:
         """Delete what the store knows of versions of a publisher and those before it whose keys are not in ``kept``."""
         for kind in (_MANIFEST, _ORDER):
             keys = [key.removeprefix(kind) for key in await self.store.list_keys(kind)]
-            await self.forget([key for key in keys if key not in kept and _publisher_of(key) <= incarnation])
+            # A version's key begins with the incarnation that made it.
+            old = [key for key in keys if key not in kept and int(key.partition(".")[0]) <= incarnation]
+            await self.forget(old)
 
     async def forget(self, keys: Iterable[str]) -> None:
         """Delete what the store knows of versions with these keys."""
         await asyncio.gather(*(self.store.delete_key(kind + key) for kind in (_MANIFEST, _ORDER) for key in keys))
-
-    # -- holders -------------------------------------------------------------------------------
 
     async def enroll(self, version: Version, record: HolderRecord) -> list[str]:
         """Record that this process has a version or begins to read it; return the entries so far, as `order` does."""
@@ -192,30 +179,43 @@ class VersionTable:
         return order
 
     def update(self, version: Version, record: HolderRecord) -> asyncio.Future[None]:
-        """Replace the record of this process."""
         return self.store.set(f"{_HOLDER}{version.key}/{record.entry}", record.encode(), ephemeral=True)
 
     async def withdraw(self, version: Version, entry: str) -> None:
-        """Delete the record of this process."""
         await self.store.delete_key(f"{_HOLDER}{version.key}/{entry}")
 
-    def holders(self, version: Version) -> HoldersView:
-        """Return a view of the holders of a version; enter it."""
-        prefix = f"{_HOLDER}{version.key}/"
-        return HoldersView(self.store.watch_keys(prefix), prefix)
+    @contextlib.asynccontextmanager
+    async def holders(self, version: Version) -> AsyncIterator[Mapping[str, HolderRecord]]:
+        """Yield the records of the holders of a version by entry, which are kept current inside the block."""
+        prefix, present = f"{_HOLDER}{version.key}/", dict[str, HolderRecord]()
+
+        async def follow() -> None:
+            # Without the store the last known holders may still answer.
+            with contextlib.suppress(StoreConnectionError):
+                async for key, value in changes:
+                    entry = key.removeprefix(prefix)
+                    present.pop(entry, None)
+                    if value is not None:
+                        present[entry] = HolderRecord.decode(value)
+
+        async with self.store.watch_keys(prefix) as changes:
+            following = asyncio.create_task(follow())
+            try:
+                # Until the holders that are there now have been read, which are in the buffer of the stream.
+                await asyncio.sleep(0)
+                yield present
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
 
     async def order(self, version: Version) -> list[str]:
         """Return the entries of all that began to read a version since its publisher gave it up, or ever if it has not."""
         return (await self._value(_ORDER + version.key) or b"").decode().split(";")[:-1]
 
-    # -- subscribers ---------------------------------------------------------------------------
-
     async def report(self, status: ReaderStatus) -> None:
-        """Announce what this subscriber uses."""
         await self.store.set(_READER + status.process, status.encode(), ephemeral=True)
 
     async def leave(self, process: str) -> None:
-        """Withdraw what this subscriber has announced."""
         await self.store.delete_key(_READER + process)
 
     async def readers(self) -> list[ReaderStatus]:
@@ -231,51 +231,6 @@ class VersionTable:
                 yield await self.readers()
 
 
-class HoldersView:
-    """The holders of a version, kept current while this context is entered.
-
-    Attributes:
-        present: The records by entry.
-    """
-
-    def __init__(self, stream: AsyncPrefixWatch, prefix: str) -> None:
-        self.present: dict[str, HolderRecord] = {}
-        self._stream, self._prefix = stream, prefix
-        self._following: asyncio.Task[None]
-
-    async def __aenter__(self) -> Self:
-        await self._stream.__aenter__()
-        self._following = asyncio.create_task(self._follow())
-        try:
-            # Until the holders that are there now have been read, which are in the buffer of the stream.
-            await asyncio.sleep(0)
-        except BaseException as error:
-            await self.__aexit__(error)
-            raise
-        return self
-
-    async def _follow(self) -> None:
-        # Without the store the last known holders may still answer.
-        with contextlib.suppress(StoreConnectionError):
-            async for key, value in self._stream:
-                entry = key.removeprefix(self._prefix)
-                self.present.pop(entry, None)
-                if value is not None:
-                    self.present[entry] = HolderRecord.decode(value)
-
-    async def __aexit__(self, *error: object) -> None:
-        self._following.cancel()
-        try:
-            await asyncio.gather(self._following, return_exceptions=True)
-        finally:
-            await self._stream.__aexit__(*error)
-
-
-def _publisher_of(key: str) -> int:
-    """Return the incarnation that made a version's key."""
-    return int(key.partition(".")[0])
-
-
-def new_version(incarnation: int, serial: int, step: int | None, nbytes: int, at_least: int) -> Version:
+def new_version(incarnation: int, serial: int, step: int | None, at_least: int) -> Version:
     """Return a version that is not announced yet, of the publisher with a number, with a serial number of its own."""
-    return Version(at_least, step, incarnation, nbytes, time.time(), f"{incarnation}.{serial}.{secrets.token_hex(4)}")
+    return Version(at_least, step, incarnation, 0, 0.0, f"{incarnation}.{serial}.{secrets.token_hex(4)}")
