@@ -12,10 +12,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection
 from time import monotonic
-from typing import Protocol
 
-from asyncdist.base.timers import TimerTable
 from asyncdist.errors import ExcludedError, GroupAbortedError, GroupError, NoQuorumError, OperationTimeoutError, ranks
+from asyncdist.kernel.engine.executor import EngineHost
 from asyncdist.kernel.engine.group_failures import GroupFailures
 from asyncdist.kernel.engine.operation import Channel
 from asyncdist.kernel.membership.agreement import Agreement, AgreementKind, AgreementMessage, Decision
@@ -58,33 +57,11 @@ class _Running:
         self.accused_since: float | None = None
 
 
-class AgreementHost(Protocol):
-    """The part of the endpoint that agreements use."""
-
-    def assert_held(self) -> None:
-        """Check that the calling thread holds the lock of the world's `Progress`."""
-
-    def send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None: ...
-
-    def has_ended(self, peer: int) -> bool: ...
-
-    def hears(self, peer: int) -> bool:
-        """Return whether this rank hears the heartbeats of a peer."""
-
-    def watch(self, peer: int) -> None:
-        """Open a link to a peer, so that its loss is noticed."""
-
-
 class Agreements:
-    """The agreements of one rank.
+    """The agreements of one rank, in groups and about lost peers that ``failures`` knows."""
 
-    Args:
-        failures: The groups, and the peers that are lost.
-        host: The rank's endpoint.
-    """
-
-    def __init__(self, rank: int, failures: GroupFailures, timers: TimerTable, host: AgreementHost) -> None:
-        self._rank, self._failures, self._timers, self._host = rank, failures, timers, host
+    def __init__(self, host: EngineHost, failures: GroupFailures) -> None:
+        self._rank, self._failures, self._timers, self._host = host.rank, failures, host.timers, host
         self._channels, self._lost_peers = failures.channels, failures.lost_peers
         self._running: dict[bytes, _Running] = {}
         self._early: dict[bytes, list[tuple[int, AgreementMessage]]] = {}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 import msgpack
 
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, OperationTimeoutError, PeerLostError
+from asyncdist.kernel.engine.executor import EngineHost
 from asyncdist.kernel.transport.matching import Outgoing
 from asyncdist.kernel.transport.wire_format import ABORT, CALLED, GOODBYE, pack_header, pack_key
 
@@ -46,15 +46,8 @@ def call_notice(peer: int, operation: bytes, fingerprint: int) -> Outgoing:
     return Outgoing(peer, operation + bytes(4), 0, memoryview(fingerprint.to_bytes(8, "little")), None, CALLED)
 
 
-class Connectivity(Protocol):
-    """The part of the endpoint that explains errors."""
-
-    def connectivity_problem(self, peers: Iterable[int]) -> str:
-        """Describe why peers cannot be reached."""
-
-
-def decode_abort(body: bytes, peer: int, rank: int, connectivity: Connectivity) -> GroupError:
-    """Return the error for ``rank`` of a notice from ``peer``."""
+def decode_abort(body: bytes, peer: int, host: EngineHost) -> GroupError:
+    """Return the error for the rank of ``host`` of a notice from ``peer``."""
     try:
         notice = msgpack.unpackb(body)
         kind, reason, by = str(notice["kind"]), str(notice["reason"]), int(notice["by"])
@@ -62,7 +55,7 @@ def decode_abort(body: bytes, peer: int, rank: int, connectivity: Connectivity) 
     except (ValueError, KeyError, TypeError, msgpack.UnpackException):
         return GroupAbortedError(f"rank {peer} aborted the group without a legible reason", peer=peer)
     error: GroupError
-    if kind == PeerLostError.__name__ and about == rank:
+    if kind == PeerLostError.__name__ and about == host.rank:
         error = PeerLostError(by, f"it found that {reason}")
     elif kind == PeerLostError.__name__ and isinstance(about, int):
         error = PeerLostError(about, "")
@@ -71,7 +64,7 @@ def decode_abort(body: bytes, peer: int, rank: int, connectivity: Connectivity) 
         error = MismatchError(by, f"rank {by} found that {reason}" if "found that" not in reason else reason)
     elif kind == OperationTimeoutError.__name__:
         error = GroupAbortedError(f"rank {by} {reason}", peer=by)
-        error.explain(connectivity.connectivity_problem([by]))
+        error.explain(host.connectivity_problem([by]))
     else:
         error = GroupAbortedError(reason if reason.startswith("rank") else f"rank {by}: {reason}", peer=by)
     if isinstance(error, PeerLostError):

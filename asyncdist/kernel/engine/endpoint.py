@@ -35,7 +35,7 @@ from asyncdist.kernel.engine.heartbeat import Heartbeat
 from asyncdist.kernel.engine.machine import Until
 from asyncdist.kernel.engine.operation import Channel, Operation, Plan, awaited
 from asyncdist.kernel.engine.progress import Progress
-from asyncdist.kernel.engine.transport_selector import Addresses, TransportSelector
+from asyncdist.kernel.engine.transport_selector import TransportSelector
 from asyncdist.kernel.engine.wait_probes import WaitProbes, timeout_error
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.buffers import Scratch
@@ -65,8 +65,9 @@ _MANY_RECEIVES = 64
 class Endpoint:
     """The peers of one rank in one world.
 
-    To connect the ranks, call `listen`, gather its results from all ranks, and pass them to `probe_peers`. Gather the
-    results of `probe_peers` in the same way, and pass them to `finalize`. Links are made when they are first used.
+    To connect the ranks, call `listen`, gather its results from all ranks, and pass them to `probe_peers` of the
+    `transport_selector`. Gather its results in the same way, and pass them to `finalize`. Links are made when they are
+    first used.
 
     Args:
         world_size: The number of ranks.
@@ -105,23 +106,22 @@ class Endpoint:
         self.links: dict[int, Link] = {}
         self.inboxes: dict[int, MatchingQueue] = {}
         self.timers = TimerTable()
-        self.failures = failures = GroupFailures(
-            config, self.recorder, self._executor, self.transport_selector, self.timers, self
-        )
+        self.failures = failures = GroupFailures(self, self._executor)
         self.lost_peers = failures.lost_peers
         # Bound here, because a forwarding method would cost each call a Python frame.
         self.fail, self.gone, self.lost, self.suspect = failures.fail, failures.gone, failures.lost, failures.suspect
         self.open, self.end = failures.open, failures.end
-        self.checker = CollectiveChecker(self.recorder, failures, self.operations)
+        self.no_room, self.closing_frames = failures.no_room, failures.closing_frames
+        self.checker = CollectiveChecker(self, failures.channels)
         self.difference = self.checker.difference
-        self.direct_calls = DirectCalls(self, self.operations, self.checker, scratch, self.progress.waiting)
+        self.direct_calls = DirectCalls(self, self.checker, scratch, self.progress.waiting)
         self._probes = WaitProbes(self, monotonic)
         self.processes: Sequence[dict[str, Any] | None] = ()
         """The identities of all ranks' processes, by rank. Without them no process of a peer is known to have ended."""
-        self.agreements = Agreements(rank, failures, self.timers, self)
+        self.agreements = Agreements(self, failures)
         failures.observers.append(self._on_change)
-        self._heartbeat = Heartbeat(rank, config.heartbeat, self.transport_selector, failures, self)
-        self.silence_of = self._heartbeat.silence_of
+        self._heartbeat = Heartbeat(self, failures)
+        self.silence_of, self.hears = self._heartbeat.silence_of, self._heartbeat.hears
         self.model = Model(segment_nbytes=config.segment_nbytes)
         """Selects the schedules of groups that are made from now on; equal on all ranks."""
         self.finished: list[Callback] = []
@@ -139,13 +139,11 @@ class Endpoint:
         self._heartbeat.start(self.progress)
         return addresses
 
-    async def probe_peers(self, addresses: Sequence[Addresses], timeout: float) -> dict[str, list[int]]:
-        """Probe the peers with the results of every rank's `listen`, by rank; return the peers reached, by transport."""
-        self.transport_selector.set_addresses(addresses)
-        return await self.transport_selector.probe_peers(timeout)
-
     def finalize(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Select transports from the results of every rank's `probe_peers`, by rank. Groups may be made afterwards."""
+        """Select transports from the results of every rank's `TransportSelector.probe_peers`, by rank.
+
+        Groups may be made afterwards.
+        """
         self.transport_selector.finalize(reached, self.processes)
         self.recorder.progress.append(self._executor.progress)
         self.recorder.details.append(self._state)
@@ -315,10 +313,6 @@ class Endpoint:
         """Return what the process of a peer does; None if this process cannot see it."""
         return process_state(self.processes[peer], self.processes[self.rank]) if self.processes else None
 
-    def hears(self, peer: int) -> bool:
-        """Return whether this rank hears the heartbeats of a peer."""
-        return self._heartbeat.hears(peer)
-
     def _state(self) -> dict[str, Any]:
         """Return which peers are lost or have left, when the others were last heard, and how this rank waits.
 
@@ -402,9 +396,6 @@ class Endpoint:
                 channel, MismatchError(peer, f"rank {peer} sent {nbytes} bytes where {receive.nbytes} were expected")
             )
 
-    def no_room(self, peer: int, key: bytes, nbytes: int, stored: int) -> None:
-        self.failures.no_room(peer, key, nbytes, stored)
-
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
         if kind == GOODBYE:
             self.failures.on_goodbye(peer, body.decode(errors="replace"))
@@ -429,9 +420,6 @@ class Endpoint:
 
     def post(self, action: Callback) -> None:
         self.progress.post(action)
-
-    def closing_frames(self, peer: int) -> bytes:
-        return self.failures.closing_frames(peer)
 
     def retire(self, sock: Any) -> None:
         self.progress.retire(sock)

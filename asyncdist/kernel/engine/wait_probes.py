@@ -11,15 +11,15 @@ This module does no I/O: the clock, the timers and the sending are passed in.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgpack
 
 from asyncdist.base.ops import is_message
-from asyncdist.base.timers import TimerTable
 from asyncdist.errors import GroupError, MismatchError, OperationTimeoutError, ranks
+from asyncdist.kernel.engine.executor import EngineHost
 from asyncdist.kernel.engine.operation import Operation, awaited, waiting_for
 from asyncdist.kernel.transport.wire_format import PROBE, WAITING, pack_key
 
@@ -121,33 +121,10 @@ class _Probe:
     reported: tuple[Finding, ...] = ()
 
 
-class ProbeHost(Protocol):
-    """The part of the endpoint that the probes use."""
-
-    rank: int
-    timers: TimerTable
-
-    @property
-    def operations(self) -> Mapping[bytes, Operation]:
-        """The pending operations, by key."""
-
-    def assert_held(self) -> None:
-        """Check that the calling thread holds the lock of the world's `Progress`."""
-
-    def pending_for(self, key: bytes) -> tuple[Operation | None, bool]:
-        """Return the operation with which to answer a probe about ``key``, and whether that collective is complete."""
-
-    def send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None: ...
-
-
 class WaitProbes:
-    """The probes of one rank. Called under the lock of its `Progress`.
+    """The probes of one rank. Called under the lock of its `Progress`."""
 
-    Args:
-        host: The rank's endpoint.
-    """
-
-    def __init__(self, host: ProbeHost, clock: Callable[[], float]) -> None:
+    def __init__(self, host: EngineHost, clock: Callable[[], float]) -> None:
         self._rank, self._operations, self._timers = host.rank, host.operations, host.timers
         self._host, self._clock = host, clock
         self._probes: dict[bytes, _Probe] = {}
