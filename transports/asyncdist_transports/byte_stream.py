@@ -180,8 +180,6 @@ class Reader:
     these bytes to ``backlog`` and reads them again from there.
 
     Args:
-        peer: The rank at its other end.
-        host: Handles control messages.
         inbox: The peer's matching queue; None to accept only control messages.
         lend: Called before the body of a large message is read, which it may lend to a thread; returns whether it has.
         short_reads_empty: Whether a read that returns fewer bytes than wanted has emptied the stream.

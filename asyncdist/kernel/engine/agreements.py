@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from time import monotonic
 
-from asyncdist.errors import ExcludedError, GroupAbortedError, GroupError, NoQuorumError, OperationTimeoutError, ranks
+from asyncdist.errors import ExcludedError, GroupAbortedError, GroupError, NoQuorumError, OperationTimeoutError
 from asyncdist.kernel.engine.executor import EngineHost
 from asyncdist.kernel.engine.group_failures import GroupFailures
-from asyncdist.kernel.engine.operation import Channel
+from asyncdist.kernel.engine.operation import Channel, named
 from asyncdist.kernel.membership.agreement import Agreement, AgreementKind, AgreementMessage, Decision
 from asyncdist.kernel.transport.wire_format import AGREE, pack_key
 
@@ -42,19 +43,20 @@ Finish = Callable[[Decision | None, GroupError | None], None]
 """Receives the outcome of an agreement: the decision that this rank is part of, or the error."""
 
 
+@dataclass(eq=False, slots=True)
 class _Running:
     """An agreement of this rank: the state machine, and what the rank waits for."""
 
-    def __init__(self, key: bytes, agreement: Agreement, channel: Channel) -> None:
-        self.key = key
-        self.agreement = agreement
-        self.channel = channel
-        self.finish: Finish | None = None
-        self.what = ""
-        self.timeout = self.deadline = 0.0
-        self.pause = _FIRST_LOOK
-        self.hopeless_since: float | None = None
-        self.accused_since: float | None = None
+    key: bytes
+    agreement: Agreement
+    channel: Channel
+    finish: Finish | None = None
+    what: str = ""
+    timeout: float = 0.0
+    deadline: float = 0.0
+    pause: float = _FIRST_LOOK
+    hopeless_since: float | None = None
+    accused_since: float | None = None
 
 
 class Agreements:
@@ -281,20 +283,17 @@ class Agreements:
         present = [member for member in agreement.members if member not in excluded]
         reasons = "; ".join(f"rank {member}: {reason}" for member, reason in list(excluded.items())[:4])
         return NoQuorumError(
-            f"rank{'s' * (len(present) > 1)} {ranks(present)} of {len(agreement.members)} members cannot go on, because "
+            f"{named(present)} of {len(agreement.members)} members cannot go on, because "
             f"the others may be alive ({reasons})",
             present=present,
         )
 
     def _timeout(self, running: _Running) -> GroupError:
         awaited = running.agreement.awaited
-        reason = f"timed out after {running.timeout:g} s, waiting for rank{'s' * (len(awaited) > 1)} {ranks(awaited)}"
+        reason = f"timed out after {running.timeout:g} s, waiting for {named(awaited)}"
         quitters = "; ".join(text for text in running.agreement.excluded.values() if "gave up" in text)
-        return OperationTimeoutError(
-            f"{reason} to call {running.what}{f' ({quitters})' if quitters else ''}",
-            peers=awaited,
-            timeout=running.timeout,
-        )
+        reason = f"{reason} to call {running.what}{f' ({quitters})' if quitters else ''}"
+        return OperationTimeoutError(reason, peers=awaited, timeout=running.timeout)
 
 
 def _grace_of(running: _Running, accused: Collection[int]) -> float:

@@ -101,14 +101,7 @@ class DirectStep(tuple[Action, ...]):
 
 
 class DirectCalls:
-    """The direct calls of one rank. Called under the lock of the world's `Progress`.
-
-    Args:
-        host: The rank's endpoint.
-        checker: Compares calls with those that peers have made before this rank.
-        scratch: Memory for what is received and then reduced.
-        waiting: How the rank waits for peers.
-    """
+    """The direct calls of one rank. Called under the lock of the world's `Progress`."""
 
     def __init__(self, host: EngineHost, checker: CollectiveChecker, scratch: Scratch, waiting: Waiting) -> None:
         self._links, self._inboxes, self._operations = host.links, host.inboxes, host.operations

@@ -70,9 +70,7 @@ class Endpoint:
     first used.
 
     Args:
-        world_size: The number of ranks.
         world_id: Identifies the world in traces.
-        config: The settings of the world.
         kinds: The transports to use, the preferred first.
         home: The event loop that drives while no thread blocks; None for the background loop.
         backend: The argument of `init_process_group`.
@@ -320,16 +318,13 @@ class Endpoint:
         """
         gone = {peer: error.reason for peer, error in list(self.lost_peers.items())} | dict(self.failures.left)
         heard = sorted(self._heartbeat.silences().items())
+        lanes, threads = self.config.lanes, self.config.tcp_threads
         return {
             "lost": sorted(gone.items()),
             "heard": heard,
             "waiting": self.progress.waiting.mode.value,
             "model": asdict(self.model),
-            "tcp": {
-                "lanes": self.config.lanes,
-                "threads": self.config.tcp_threads,
-                "others_compete": self.core_use.compete,
-            },
+            "tcp": {"lanes": lanes, "threads": threads, "others_compete": self.core_use.compete},
         }
 
     def look_at(self, peer: int) -> str:
@@ -392,9 +387,8 @@ class Endpoint:
         if receive.fingerprint != fingerprint:
             self.fail(channel, self.difference(peer, receive.fingerprint, fingerprint))
         else:
-            self.fail(
-                channel, MismatchError(peer, f"rank {peer} sent {nbytes} bytes where {receive.nbytes} were expected")
-            )
+            reason = f"rank {peer} sent {nbytes} bytes where {receive.nbytes} were expected"
+            self.fail(channel, MismatchError(peer, reason))
 
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
         if kind == GOODBYE:

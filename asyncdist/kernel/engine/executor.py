@@ -108,8 +108,6 @@ class Executor:
     """Runs the operations of one rank. Called under the lock of the world's `Progress`.
 
     Args:
-        peers: The rank's endpoint.
-        scratch: Memory for what is received and then reduced.
         piece_nbytes: Bytes of a message that are received and reduced at a time.
 
     Attributes:

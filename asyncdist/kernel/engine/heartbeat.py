@@ -19,9 +19,10 @@ from time import monotonic
 import msgpack
 
 from asyncdist.base.daemon_threads import periodic_calls
-from asyncdist.errors import GroupError, PeerLostError, ranks
+from asyncdist.errors import GroupError, PeerLostError
 from asyncdist.kernel.engine.executor import EngineHost
 from asyncdist.kernel.engine.group_failures import GroupFailures
+from asyncdist.kernel.engine.operation import named
 from asyncdist.kernel.engine.progress import Progress
 from asyncdist.kernel.transport.base import Transport
 from asyncdist.kernel.transport.wire_format import HEARD, SUSPECT
@@ -154,13 +155,13 @@ class Heartbeat:
             return f"{said}: {state.text}"
         if verdict.heard_by:
             return (
-                f"{said}, but {_ranks(verdict.heard_by)} heard it: its packets to rank {self._rank} are lost on the way"
+                f"{said}, but {named(verdict.heard_by)} heard it: its packets to rank {self._rank} are lost on the way"
             )
         if verdict.is_alone:
             return (
                 f"{said}, nor from any other rank over {transport.name}: the network of rank {self._rank} may be down"
             )
-        nobody = f", and {_ranks(verdict.unheard_by)} did not hear it either" if verdict.unheard_by else ""
+        nobody = f", and {named(verdict.unheard_by)} did not hear it either" if verdict.unheard_by else ""
         return f"{said}{nobody}: its process is stopped, a call holds its interpreter, or its host is unreachable"
 
     # -- suspects --------------------------------------------------------------------------------
@@ -203,7 +204,3 @@ def _unpack(body: bytes) -> object:
         return msgpack.unpackb(body)
     except (ValueError, msgpack.UnpackException):
         return None
-
-
-def _ranks(numbers: tuple[int, ...]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {ranks(numbers)}"

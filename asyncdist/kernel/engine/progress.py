@@ -36,8 +36,7 @@ from asyncdist.base.deadline import wait_until_set
 from asyncdist.errors import LoopThreadError, UsageError
 from asyncdist.kernel.engine.drivers.attempts import Attempts
 from asyncdist.kernel.engine.drivers.loop_driver import LoopDriver, LoopState
-from asyncdist.kernel.engine.drivers.promises import Promises
-from asyncdist.kernel.engine.drivers.turns import TIME_SLICE, Turns, give_back, holds
+from asyncdist.kernel.engine.drivers.turns import TIME_SLICE, Promises, Turns, give_back, holds
 from asyncdist.kernel.engine.machine import Finishable, Machine
 from asyncdist.kernel.transport.base import Wait
 

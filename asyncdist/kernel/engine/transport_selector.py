@@ -79,11 +79,9 @@ class TransportSelector:
         """Return the preferred transport of those that reach a peer; None if none does."""
         for transport in self.transports:
             address = self.addresses[peer].get(transport.name)
-            if (
-                address is not None
-                and transport.reaches(address)
-                and self._both_reach(transport.name, self._rank, peer)
-            ):
+            if address is None or not transport.reaches(address):
+                continue
+            if self._both_reach(transport.name, self._rank, peer):
                 return transport
         return None
 

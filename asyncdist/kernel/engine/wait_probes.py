@@ -75,15 +75,8 @@ class Answer(NamedTuple):
         group = channel.sibling if channel.point_to_point and channel.sibling is not None else channel
         number = f"with tag {operation.sequence}" if is_message(operation.name) else f"#{operation.sequence}"
         peers = tuple(awaited(operation))
-        return cls(
-            f"{operation.name} {number}",
-            group.number,
-            channel.point_to_point,
-            operation.sequence,
-            peers,
-            False,
-            findings,
-        )
+        call, sequence = f"{operation.name} {number}", operation.sequence
+        return cls(call, group.number, channel.point_to_point, sequence, peers, False, findings)
 
     def pack(self, probe: bytes) -> bytes:
         """Return the answer to ``probe`` as bytes."""
@@ -220,10 +213,8 @@ class WaitProbes:
             operation, is_complete = self._host.pending_for(key)
             if is_complete or (operation is not None and operation.key == key):
                 return None
-        text = (
-            f"rank {message_rank} waits in {message.call} for rank {collective_rank}, which waits in {collective.call}"
-        )
-        return Finding(MISMATCH, message_rank, collective_rank, text)
+        waits = f"rank {message_rank} waits in {message.call} for rank {collective_rank}"
+        return Finding(MISMATCH, message_rank, collective_rank, f"{waits}, which waits in {collective.call}")
 
 
 def timeout_error(operation: Operation, findings: Iterable[Finding], problem: str) -> GroupError:

@@ -47,22 +47,8 @@ if TYPE_CHECKING:
     from asyncdist.kernel.transport.native import Native
 
 __all__ = [
-    "Address",
-    "Advance",
-    "DiscardReceive",
-    "Host",
-    "Link",
-    "MatchingQueue",
-    "MessageSource",
-    "Outgoing",
-    "Owner",
-    "Receive",
-    "Sleep",
-    "StalledMessage",
-    "Transport",
-    "UnexpectedMessage",
-    "Wait",
-    "copy_into",
+    "Address", "Advance", "DiscardReceive", "Host", "Link", "MatchingQueue", "MessageSource", "Outgoing", "Owner",
+    "Receive", "Sleep", "StalledMessage", "Transport", "UnexpectedMessage", "Wait", "copy_into",
 ]  # fmt: skip
 
 Address = Mapping[str, Any]

@@ -1,10 +1,10 @@
-"""`asyncdist.kernel.engine.drivers.promises`: which threads drive their own operations, and when others take over."""
+"""`asyncdist.kernel.engine.drivers.turns`: which threads drive their own operations, and when others take over."""
 
 from __future__ import annotations
 
 import threading
 
-from asyncdist.kernel.engine.drivers.promises import Promises
+from asyncdist.kernel.engine.drivers.turns import Promises
 
 
 def test_promise_belongs_to_its_thread_and_ends_with_a_hand_over():
