@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from time import monotonic
@@ -52,7 +51,7 @@ from asyncdist.kernel.transport.base import (
 )
 from asyncdist.kernel.transport.wire_format import ABORT, AGREE, CALLED, GOODBYE, HEARD, PROBE, SUSPECT, WAITING
 from asyncdist.net.detector import Liveness
-from asyncdist.net.process_identity import ProcessState, has_ended, pids_of_machine, process_state
+from asyncdist.net.process_identity import ProcessState, has_ended, process_state
 
 LAST_WORDS = 1.0
 """Seconds for which a rank that leaves may wait until its failure notices and last bytes have been sent."""
@@ -114,8 +113,7 @@ class Endpoint:
         self.difference = self.checker.difference
         self.direct_calls = DirectCalls(self, self.checker, scratch, self.progress.waiting)
         self._probes = WaitProbes(self, monotonic)
-        self.processes: Sequence[dict[str, Any] | None] = ()
-        """The identities of all ranks' processes, by rank. Without them no process of a peer is known to have ended."""
+        self.processes: Sequence[Mapping[str, Any] | None] = ()
         self.agreements = Agreements(self, failures)
         failures.observers.append(self._on_change)
         self._heartbeat = Heartbeat(self, failures)
@@ -124,7 +122,7 @@ class Endpoint:
         """Selects the schedules of groups that are made from now on; equal on all ranks."""
         self.finished: list[Callback] = []
         self.backend = backend
-        self.core_use = CoreUse(self._pids)
+        self.core_use = CoreUse(self)
         self.others_compete = self.core_use.others_compete
         lifecycle.register_hooks(self)
 
@@ -338,9 +336,6 @@ class Endpoint:
         """Return the process id of a rank on its host; None if it is not known."""
         identity = self.processes[peer] if self.processes else None
         return None if identity is None else identity["pid"]
-
-    def _pids(self) -> list[int] | None:
-        return pids_of_machine(self.processes, self.rank) if self.processes else [os.getpid()]
 
     def watch(self, peer: int) -> None:
         """Open a link to a peer, so that its loss is noticed."""

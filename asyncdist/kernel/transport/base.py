@@ -118,10 +118,6 @@ class Link(ABC):
         """Describe a network problem that keeps messages from a peer that may be alive; empty if there is no problem."""
         return ""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Send goodbye if the peer still listens, and close every connection to it."""
-
 
 class Transport(ABC):
     """One way of reaching peers."""

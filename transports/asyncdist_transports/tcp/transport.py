@@ -361,8 +361,3 @@ class TcpLink(Link):
     def _open(self, lane: int) -> Outbound:
         connection = self._lanes[lane] = self._transport.open(self.peer, lane, self._where)
         return connection
-
-    def close(self) -> None:
-        for connection in self._lanes.values():
-            if not connection.closed:
-                self._transport.drop(connection, say_goodbye=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import threading
 from collections import deque
@@ -185,7 +184,7 @@ class Turns:
             seconds = min(until, self.machine.next_deadline()) - monotonic()
             if seconds <= 0:
                 return None
-            return self.waiting.sleep(functools.partial(waker.sleep, waits, seconds))
+            return self.waiting.sleep(waker, waits, seconds)
         finally:
             self.sleeping = False
 
