@@ -25,7 +25,7 @@ from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, Trans
 from asyncdist.kernel.algorithms.selection import Model
 from asyncdist.kernel.engine.agreements import Agreements
 from asyncdist.kernel.engine.call_checker import CollectiveChecker
-from asyncdist.kernel.engine.control_messages import call_notice
+from asyncdist.kernel.engine.control_messages import ENDED, call_notice
 from asyncdist.kernel.engine.direct_calls import DirectCalls
 from asyncdist.kernel.engine.drivers.core_use import CoreUse
 from asyncdist.kernel.engine.executor import Executor
@@ -148,12 +148,8 @@ class Endpoint:
         await_spin = min(spin, self.config.await_spin_us * 1e-6)
         self.progress.waiting.configure(spin, await_spin, placement, crowded=crowded)
         self.progress.loop_driver.idle_watch.last_call = lambda: self.recorder.last
-        self.progress.submit(self._end_listening)
+        self.progress.submit(self.transport_selector.end_unused)
         self.progress.ensure_driven()
-
-    def _end_listening(self) -> None:
-        for transport in self.transport_selector.unused():
-            transport.end_listening()
 
     def notices_flushed(self) -> Until:
         """Return a condition that holds once every failure notice has been sent, also over connections opened for it.
@@ -162,13 +158,12 @@ class Endpoint:
         """
         begun: list[bool] = []
         self.progress.submit(lambda: begun.append(True))  # after the failures that other threads have submitted
-        selector = self.transport_selector
-        return Until(
-            lambda: bool(begun) and not (selector.holds_bytes() or (self._has_last_words() and selector.busy()))
-        )
 
-    def _has_last_words(self) -> bool:
-        return bool(self.failures.failed) or self.agreements.taken_part
+        def flushed() -> bool:
+            selector, has_last_words = self.transport_selector, self.failures.failed or self.agreements.taken_part
+            return bool(begun) and not (selector.holds_bytes() or (has_last_words and selector.busy()))
+
+        return Until(flushed)
 
     def close(self) -> None:
         """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
@@ -180,7 +175,7 @@ class Endpoint:
 
     def end_with_process(self) -> None:
         """Say goodbye for a program that ends without destroying the world."""
-        self.failures.end_with_process()
+        self.failures.goodbye = ENDED
         for operation in list(self._executor.operations.values()):
             operation.work.exception()  # the program ends: do not log the error as never retrieved
         self._flush_notices()

@@ -18,7 +18,6 @@ from typing import Any
 from asyncdist.base.descriptors import is_exhausted
 from asyncdist.errors import GroupAbortedError, GroupError, PeerLostError, TransportUnavailableError
 from asyncdist.kernel.engine.control_messages import (
-    ENDED,
     EXCLUDES,
     LEFT,
     MAX_CLOSING_FAILURES,
@@ -73,7 +72,8 @@ class GroupFailures:
         self._excluded_by: set[int] = set()
         self._generations: dict[bytes, int] = {}
         """The generations of the groups that have regrouped, by name: of the others no earlier frames exist."""
-        self._goodbye = LEFT
+        self.goodbye = LEFT
+        """What this rank says to peers when it leaves."""
 
     # -- groups --------------------------------------------------------------------------------
 
@@ -222,11 +222,7 @@ class GroupFailures:
 
     def closing_frames(self, peer: int) -> bytes:
         """Return the frames to write before a connection to a peer is closed: the failures of groups, then goodbye."""
-        return closing_frames(self.failed, self._rank, EXCLUDES if peer in self.lost_peers else self._goodbye)
-
-    def end_with_process(self) -> None:
-        """Set the goodbye to that of a process that ends without destroying its groups."""
-        self._goodbye = ENDED
+        return closing_frames(self.failed, self._rank, EXCLUDES if peer in self.lost_peers else self.goodbye)
 
     # -- peers ---------------------------------------------------------------------------------
 

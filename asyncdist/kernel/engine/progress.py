@@ -73,10 +73,6 @@ class Progress:
         # Bound here, because a forwarding method would cost each call a Python frame.
         self.attempt = Attempts(turns, self.loop_driver, self._hand_over).run
 
-    def serve_trio(self) -> None:
-        """Let trio tasks issue and await operations: an inline attempt ends after a time slice, as in an asyncio loop."""
-        self.turns.in_trio = True
-
     # -- for every thread ----------------------------------------------------------------------
 
     @property

@@ -90,10 +90,10 @@ class TransportSelector:
         selected = (self._transport_to(peer) for peer in range(len(self.addresses)) if peer != self._rank)
         return {transport for transport in selected if transport is not None}
 
-    def unused(self) -> list[Transport]:
-        """Return the transports over which no peer sends to this rank."""
-        used = self._used()
-        return [transport for transport in self.transports if transport not in used]
+    def end_unused(self) -> None:
+        """Let the transports end to listen over which no peer sends to this rank."""
+        for transport in set(self.transports) - self._used():
+            transport.end_listening()
 
     def link(self, peer: int) -> Link:
         """Return a new link to a peer; raise TransportUnavailableError if no transport reaches it."""

@@ -60,7 +60,7 @@ class Turns:
         turning: The thread that is in a turn; 0 for none. Code that interrupts it there must not wait for the lock.
         attempting: The thread that makes an attempt; 0 for none.
         slice_exhausted: Whether this turn of the loop has used up its time slice.
-        in_trio: Whether trio tasks issue operations.
+        in_trio: Whether trio tasks issue and await operations. An inline attempt then ends after a time slice.
     """
 
     def __init__(self, machine: Machine, schedule_loop: Callback) -> None:
