@@ -68,6 +68,15 @@ async def test_agree_without_a_member_times_out_and_names_it():
         assert (await asyncio.gather(*(group.agree() for group in groups[2:]))) == [Agreed(False, (0, 1))]
 
 
+@transports
+async def test_regroup_without_a_member_times_out_and_names_it(transport):
+    async with world_of(3, transport=transport) as groups:
+        assert await sums(groups) == [3] * 3
+        for work in [group.regroup(timeout=0.2) for group in groups[:2]]:
+            with pytest.raises(OperationTimeoutError, match=r"waiting for rank 2 to call regroup\(\)"):
+                await work
+
+
 async def test_late_member_decides_with_the_others():
     async with world_of(3) as groups:
         early = [groups[rank].agree() for rank in (0, 1)]

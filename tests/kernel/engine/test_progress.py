@@ -10,6 +10,7 @@ import math
 import select
 import signal
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,9 @@ from asyncdist.base.background_loop import background_loop
 from asyncdist.errors import GroupError, UsageError
 from asyncdist.kernel.engine import progress as progress_module
 from asyncdist.kernel.engine.drivers import attempts, home_loop, loop_driver, turns, waiting
-from asyncdist.kernel.engine.machine import READ
+from asyncdist.kernel.engine.drivers.loop_watcher import LoopWatcher
+from asyncdist.kernel.engine.drivers.turns import Promises
+from asyncdist.kernel.engine.machine import READ, WRITE
 from asyncdist.kernel.engine.progress import Progress
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.transport.base import Sleep
@@ -883,3 +886,51 @@ async def test_failure_that_is_reported_without_the_lock_is_refused():
         with pytest.raises(AssertionError, match="pass it to submit"):
             zero.endpoint.lost(1, "the connection broke")
         assert zero.error is None
+
+
+def test_promise_belongs_to_its_thread_and_ends_with_a_hand_over():
+    handed_over = []
+    promises = Promises(lambda: handed_over.append(promises.is_made_here()))
+    elsewhere = []
+    with promises.make():
+        thread = threading.Thread(target=lambda: elsewhere.append(promises.is_made_here()))
+        thread.start()
+        thread.join()
+        with promises.make():
+            assert promises.is_made_here()
+        assert promises.is_made_here()
+        assert (elsewhere, handed_over) == ([False], [])
+    assert not promises.is_made_here()
+    assert handed_over == [False]
+
+
+def test_others_take_over_while_a_promise_is_withdrawn():
+    handed_over = []
+    promises = Promises(lambda: handed_over.append(promises.is_made_here()))
+    with promises.make(made=False):
+        assert handed_over == []
+    with promises.make():
+        with promises.make(made=False):
+            assert not promises.is_made_here()
+            assert handed_over == [False]
+        assert promises.is_made_here()
+    assert handed_over == [False, False]
+
+
+async def test_broken_connection_that_was_read_can_be_watched_for_writing(eventually):
+    """uvloop ends the watch of a descriptor whose connection was reset."""
+    events = []
+    watcher, loop = LoopWatcher(events.append), asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:
+        peer, _ = server.accept()
+        sock.setblocking(False)
+        watcher.watch(loop, {sock.fileno(): READ})
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.close()
+        await eventually(lambda: events)
+        # The loop may still be in the middle of the event.
+        await asyncio.sleep(0)
+        events.clear()
+        watcher.watch(loop, {sock.fileno(): READ | WRITE})
+        await eventually(lambda: sock.fileno() in events)
+        watcher.leave(loop)

@@ -662,6 +662,7 @@ async def test_completed_work_serves_asyncio_as_a_completed_future_does(transpor
         assert await asyncio.shield(works[0]) is works[0].result()
         assert asyncio.isfuture(works[0])
         assert not asyncio.isfuture(pending)
+        assert not await asyncio.to_thread(asyncio.isfuture, works[0]), "outside a loop it is no future"
         together = asyncio.gather(works[0], pending)
         await asyncio.sleep(0)
         together.cancel()
@@ -671,13 +672,6 @@ async def test_completed_work_serves_asyncio_as_a_completed_future_does(transpor
             await asyncio.wait_for(pending, 0)
         await groups[1].send(torch.ones(1), 0)
         await pending
-
-
-async def test_completed_work_is_no_future_outside_a_loop(transport):
-    async with world_of(2, transport=transport) as groups:
-        works = [group.barrier() for group in groups]
-        await asyncio.gather(*works)
-        assert not await asyncio.to_thread(asyncio.isfuture, works[0])
 
 
 async def test_first_await_of_a_completed_work_returns_at_once_after_a_turn_of_the_loop(
@@ -692,7 +686,7 @@ async def test_first_await_of_a_completed_work_returns_at_once_after_a_turn_of_t
             await asyncio.sleep(0)
 
 
-async def test_future_of_a_completed_work_is_complete(transport):
+async def test_future_of_a_completed_or_failed_work_is_complete(transport):
     async with world_of(2, transport=transport) as groups:
         for _ in range(20):
             works = [group.all_reduce(ones()) for group in groups]
@@ -701,9 +695,6 @@ async def test_future_of_a_completed_work_is_complete(transport):
                 future = work.get_future()
                 assert future.done()
                 assert future.value() is work.result()
-
-
-def test_future_of_a_failed_work_is_complete():
     failed: Work = Work()
     failed.finish(error=GroupError("for the test"))
     future = failed.get_future()
