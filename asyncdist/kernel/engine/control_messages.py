@@ -1,4 +1,4 @@
-"""Control messages about a group: its failure, the call of a rank that waits, and the goodbye of a rank that leaves."""
+"""Control messages: the notice that a group has failed, and the last frames of a rank that leaves."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import msgpack
 
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, OperationTimeoutError, PeerLostError
 from asyncdist.kernel.engine.executor import EngineHost
-from asyncdist.kernel.transport.matching import Outgoing
-from asyncdist.kernel.transport.wire_format import ABORT, CALLED, GOODBYE, pack_header, pack_key
+from asyncdist.kernel.transport.wire_format import ABORT, GOODBYE, pack_header, pack_key
 
 LEFT = "it has destroyed its process group"
 ENDED = "its process has ended"
@@ -34,16 +33,6 @@ def encode_abort(error: GroupError, rank: int) -> bytes:
         }
     )
     return packed
-
-
-def abort_notice(peer: int, number: int, error: GroupError, rank: int) -> Outgoing:
-    """Return the notice from ``rank`` to ``peer`` that the group with a channel number has failed."""
-    return Outgoing(peer, pack_key(number, 0, 0), 0, memoryview(encode_abort(error, rank)), None, ABORT)
-
-
-def call_notice(peer: int, operation: bytes, fingerprint: int) -> Outgoing:
-    """Return the notice to ``peer`` of this rank's call, by the first 12 bytes of the keys of the operation."""
-    return Outgoing(peer, operation + bytes(4), 0, memoryview(fingerprint.to_bytes(8, "little")), None, CALLED)
 
 
 def decode_abort(body: bytes, peer: int, host: EngineHost) -> GroupError:

@@ -25,7 +25,7 @@ from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, Trans
 from asyncdist.kernel.algorithms.selection import Model
 from asyncdist.kernel.engine.agreements import Agreements
 from asyncdist.kernel.engine.call_checker import CollectiveChecker
-from asyncdist.kernel.engine.control_messages import ENDED, call_notice
+from asyncdist.kernel.engine.control_messages import ENDED
 from asyncdist.kernel.engine.direct_calls import DirectCalls
 from asyncdist.kernel.engine.drivers.core_use import CoreUse
 from asyncdist.kernel.engine.executor import Executor
@@ -263,7 +263,8 @@ class Endpoint:
         return ", ".join(itertools.islice(filter(None, said), _MOST_PROBLEMS))
 
     def query_peers(self, operation: Operation, peers: Iterable[int]) -> None:
-        self.failures.notify(peers, lambda peer: call_notice(peer, operation.key, operation.plan.fingerprint))
+        body = operation.plan.fingerprint.to_bytes(8, "little")
+        self.failures.notify(peers, CALLED, operation.key + bytes(4), body)
 
     def probe_waits(self, operation: Operation) -> None:
         self._probes.begin(operation, operation.deadline - monotonic())

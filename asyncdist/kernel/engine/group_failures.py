@@ -21,15 +21,15 @@ from asyncdist.kernel.engine.control_messages import (
     EXCLUDES,
     LEFT,
     MAX_CLOSING_FAILURES,
-    abort_notice,
     closing_frames,
     decode_abort,
+    encode_abort,
     ranks_to_notify,
 )
 from asyncdist.kernel.engine.executor import EngineHost, Executor
 from asyncdist.kernel.engine.operation import Channel, local_failure
 from asyncdist.kernel.transport.base import Outgoing, Transport
-from asyncdist.kernel.transport.wire_format import generation_of, is_earlier, name_of
+from asyncdist.kernel.transport.wire_format import ABORT, generation_of, is_earlier, name_of, pack_key
 from asyncdist.net.detector import Liveness
 
 log = logging.getLogger("asyncdist")
@@ -148,7 +148,7 @@ class GroupFailures:
                 self._discard(one, error)
                 self._executor.abandon(one, error)
         peers = ranks_to_notify(channel.members, self._rank, notified_by)
-        self.notify(peers, lambda peer: abort_notice(peer, channel.number, error, self._rank))
+        self.notify(peers, ABORT, pack_key(channel.number, 0, 0), encode_abort(error, self._rank))
         for follower in list(channel.followers):
             self.fail(follower, error)
 
@@ -191,19 +191,19 @@ class GroupFailures:
 
     # -- notices -------------------------------------------------------------------------------
 
-    def notify(self, peers: Iterable[int], notice: Callable[[int], Outgoing]) -> None:
-        """Send a notice to each peer that can be reached."""
+    def notify(self, peers: Iterable[int], kind: int, key: bytes, body: bytes) -> None:
+        """Send a control message to each peer that can be reached, in the order of the other messages."""
         for peer in peers:
             if not self.accepts_notices(peer):
                 continue
             try:
-                self._host.link(peer).send(notice(peer))
+                self._host.link(peer).send(Outgoing(peer, key, 0, memoryview(body), None, kind))
             except TransportUnavailableError:
                 pass
             except OSError as cause:
                 if not is_exhausted(cause):
                     raise
-                again = functools.partial(self.notify, [peer], notice)
+                again = functools.partial(self.notify, [peer], kind, key, body)
                 self._host.timers.schedule(again, monotonic() + _NOTIFY_AGAIN, again)
 
     def accepts_notices(self, peer: int) -> bool:
