@@ -1,6 +1,6 @@
 """One rank's view of its world: its peers, the links and the matching queues to them, and its operations.
 
-An `Endpoint` is the `Host` that transports report to, the `Peers` of the executor, and the `Machine` that `Progress`
+An `Endpoint` is the `Host` that transports report to, the `EngineHost` of its parts, and the `Machine` that `Progress`
 drives. `GroupFailures` holds the groups and handles failures.
 """
 
@@ -241,7 +241,7 @@ class Endpoint:
         """Read what has arrived from a peer."""
         self.transport_selector.read_arrived(self.inbox(peer))
 
-    # -- what the executor needs: Peers --------------------------------------------------------
+    # -- what its parts need: EngineHost --------------------------------------------------------
 
     def link(self, peer: int) -> Link:
         """Return the link to a peer, made on first use; raise the peer's error if the peer is lost."""
