@@ -91,7 +91,7 @@ async def _open(**options: Any) -> World:
     if loop is not None:
         return await opening
     world = await trio_tasks.run_on_background_loop(opening)
-    world.endpoint.progress.serve_trio()
+    world.endpoint.progress.turns.in_trio = True
     return world
 
 

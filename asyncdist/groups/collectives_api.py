@@ -180,9 +180,8 @@ class CollectivesApi:
             >>> loss, hits = torch.rand(1), torch.rand(3, 2)
             >>> await dist.all_reduce_coalesced([loss, hits], dist.ReduceOp.AVG)
         """
-        return self._finish(
-            resolve_group(group).all_reduce_coalesced(tensors, op, background=async_op or self._background), async_op
-        )
+        work = resolve_group(group).all_reduce_coalesced(tensors, op, background=async_op or self._background)
+        return self._finish(work, async_op)
 
     def reduce(
         self,
@@ -277,9 +276,8 @@ class CollectivesApi:
             >>> gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
             >>> await dist.all_gather(gathered, mine)  # tensor([0, 0]), tensor([1, 1]), ...
         """
-        return self._finish(
-            resolve_group(group).all_gather(tensor_list, tensor, background=async_op or self._background), async_op
-        )
+        work = resolve_group(group).all_gather(tensor_list, tensor, background=async_op or self._background)
+        return self._finish(work, async_op)
 
     def all_gather_single(
         self, output_tensor: TensorT, input_tensor: TensorLike, group: AnyGroup = None, async_op: bool = False
@@ -305,12 +303,9 @@ class CollectivesApi:
             >>> gathered = torch.empty(dist.get_world_size(), 2, dtype=mine.dtype)
             >>> await dist.all_gather_single(gathered, mine)  # row i is rank i's tensor
         """
-        return self._finish(
-            resolve_group(group).all_gather_single(
-                output_tensor, input_tensor, background=async_op or self._background
-            ),
-            async_op,
-        )
+        background = async_op or self._background
+        work = resolve_group(group).all_gather_single(output_tensor, input_tensor, background=background)
+        return self._finish(work, async_op)
 
     def all_gather_coalesced(
         self,
@@ -416,9 +411,8 @@ class CollectivesApi:
         """
         of = resolve_group(group)
         to = _root(of, "gather_into_tensor", dst, group_dst, "dst")
-        return self._finish(
-            of.gather_single(tensor, gather_tensor, to, background=async_op or self._background), async_op
-        )
+        work = of.gather_single(tensor, gather_tensor, to, background=async_op or self._background)
+        return self._finish(work, async_op)
 
     def scatter(
         self,
@@ -487,10 +481,8 @@ class CollectivesApi:
             >>> mine = torch.empty(2)
             >>> await dist.reduce_scatter(mine, [torch.ones(2) for _ in range(dist.get_world_size())])
         """
-        return self._finish(
-            resolve_group(group).reduce_scatter(output, input_list, op, background=async_op or self._background),
-            async_op,
-        )
+        work = resolve_group(group).reduce_scatter(output, input_list, op, background=async_op or self._background)
+        return self._finish(work, async_op)
 
     def reduce_scatter_single(
         self,
@@ -521,10 +513,8 @@ class CollectivesApi:
             >>> mine = torch.empty(2)
             >>> await dist.reduce_scatter_single(mine, torch.ones(2 * dist.get_world_size()))
         """
-        return self._finish(
-            resolve_group(group).reduce_scatter_single(output, input, op, background=async_op or self._background),
-            async_op,
-        )
+        work = resolve_group(group).reduce_scatter_single(output, input, op, background=async_op or self._background)
+        return self._finish(work, async_op)
 
     def all_to_all(
         self,
@@ -554,9 +544,8 @@ class CollectivesApi:
             >>> received = [torch.empty_like(tensor) for tensor in sent]
             >>> await dist.all_to_all(received, sent)  # tensor([0, 0]), tensor([1, 1]), ...
         """
-        work = resolve_group(group).all_to_all(
-            output_tensor_list, input_tensor_list, background=async_op or self._background
-        )
+        background = async_op or self._background
+        work = resolve_group(group).all_to_all(output_tensor_list, input_tensor_list, background=background)
         return self._finish(work, async_op)
 
     def all_to_all_single(
@@ -591,9 +580,8 @@ class CollectivesApi:
             >>> received = torch.empty_like(sent)
             >>> await dist.all_to_all_single(received, sent)  # two elements from each rank
         """
-        work = resolve_group(group).all_to_all_single(
-            output, input, output_split_sizes, input_split_sizes, background=async_op or self._background
-        )
+        sizes = output_split_sizes, input_split_sizes
+        work = resolve_group(group).all_to_all_single(output, input, *sizes, background=async_op or self._background)
         return self._finish(work, async_op)
 
     def barrier(
@@ -616,9 +604,8 @@ class CollectivesApi:
         Example:
             >>> await dist.barrier()
         """
-        return self._finish(
-            resolve_group(group).barrier(timeout=timeout, background=async_op or self._background), async_op
-        )
+        work = resolve_group(group).barrier(timeout=timeout, background=async_op or self._background)
+        return self._finish(work, async_op)
 
     def monitored_barrier(
         self, group: AnyGroup = None, timeout: Timeout = None, wait_all_ranks: bool = False
@@ -900,9 +887,8 @@ class CollectivesApi:
             ... except RuntimeError:  # every error of asyncdist is one
             ...     group = await dist.regroup(min_size=2)
         """
-        return self._value(
-            resolve_group(group).regroup(min_size=min_size, background=self._background, timeout=timeout)
-        )
+        work = resolve_group(group).regroup(min_size=min_size, background=self._background, timeout=timeout)
+        return self._value(work)
 
     def isend(
         self,
@@ -1001,11 +987,8 @@ class CollectivesApi:
             ...     for work in dist.batch_isend_irecv(ops):
             ...         await work  # with asyncdist.sync: work.wait()
         """
-        if (
-            not isinstance(p2p_op_list, Sequence)
-            or not p2p_op_list
-            or not all(isinstance(op, P2POp) for op in p2p_op_list)
-        ):
+        is_list = isinstance(p2p_op_list, Sequence) and all(isinstance(op, P2POp) for op in p2p_op_list)
+        if not is_list or not p2p_op_list:
             raise UsageError("batch_isend_irecv takes a list of P2POp, one at least")
         return [op.start() for op in p2p_op_list]
 

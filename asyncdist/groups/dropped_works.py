@@ -117,12 +117,7 @@ class DebugGroup(Group):
         return self._tracked(work, name, options)
 
     def _run_plan(
-        self,
-        name: str,
-        make: PlanOf,
-        arguments: tuple[Any, ...],
-        options: CallOptions,
-        tag: int | None = None,
+        self, name: str, make: PlanOf, arguments: tuple[Any, ...], options: CallOptions, tag: int | None = None
     ) -> Work:
         return self._tracked(super()._run_plan(name, make, arguments, options, tag), name, options)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 from asyncio import _get_running_loop
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import torch
@@ -33,7 +33,7 @@ from asyncdist.kernel.collectives.group_context import GroupContext
 from asyncdist.kernel.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.kernel.collectives.object_ops import ObjectOps
 from asyncdist.kernel.engine.endpoint import Endpoint
-from asyncdist.kernel.engine.operation import Channel, Plan
+from asyncdist.kernel.engine.operation import Channel, Plan, PlanOf
 from asyncdist.kernel.engine.work import Work, completed
 from asyncdist.kernel.memory.buffers import Scratch
 from asyncdist.kernel.memory.registered import T, register
@@ -158,9 +158,8 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps, SubgroupOps):
         try:
             return self.ranks.index(global_rank)
         except ValueError:
-            raise UsageError(
-                f"global rank {global_rank!r} is not in group {self.name!r}, which has {self.ranks}"
-            ) from None
+            reason = f"global rank {global_rank!r} is not in group {self.name!r}, which has {self.ranks}"
+            raise UsageError(reason) from None
 
     # -- hooks ----------------------------------------------------------------------------------
 
@@ -326,12 +325,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps, SubgroupOps):
         return self.endpoint.issue(channel, plan, entry, limit, background=background)
 
     def _run_plan(
-        self,
-        name: str,
-        make: Callable[..., Plan],
-        arguments: tuple[Any, ...],
-        options: CallOptions,
-        tag: int | None = None,
+        self, name: str, make: PlanOf, arguments: tuple[Any, ...], options: CallOptions, tag: int | None = None
     ) -> Work:
         """Start the plan ``make(context, *arguments)``: a collective, or a message if there is a ``tag``."""
         left = leave_user_modes()
@@ -353,7 +347,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps, SubgroupOps):
     def _receive(self, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Work:
         return self._run_plan("recv", self._receiving(p2p.receive), (tensor, peer, self.member_ids), options, tag)
 
-    def _receiving(self, make: Callable[..., Plan]) -> Callable[..., Plan]:
+    def _receiving(self, make: PlanOf) -> PlanOf:
         """Let the plan of a receive return the global rank of the sender instead of its id, if these differ."""
         if self.ranks == self.member_ids:
             return make
@@ -445,13 +439,14 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps, SubgroupOps):
             self._closed = True
             for device in list(self._devices.values()):
                 device.close()
-            reason = f"rank {self.endpoint.rank} has destroyed the group"
-            self.endpoint.progress.submit(lambda: self.endpoint.agreements.leave(self.channel, reason, entirely=True))
-            self.endpoint.progress.submit(self._watches.end)
-            self.endpoint.progress.submit(lambda: self.endpoint.end(self.channel))
-            self.endpoint.progress.submit(lambda: self.endpoint.end(self._messages))
+            endpoint, submit = self.endpoint, self.endpoint.progress.submit
+            reason = f"rank {endpoint.rank} has destroyed the group"
+            submit(lambda: endpoint.agreements.leave(self.channel, reason, entirely=True))
+            submit(self._watches.end)
+            submit(lambda: endpoint.end(self.channel))
+            submit(lambda: endpoint.end(self._messages))
             collectives = self._native or self.context.hierarchical
             if collectives is not None:
-                self.endpoint.progress.submit(collectives.close)
+                submit(collectives.close)
             if self.world is not None:
                 self.world.forget(self)

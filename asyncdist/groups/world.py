@@ -317,7 +317,8 @@ async def _meet(
             ranks = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(own), more=True)]
             _compare(ranks, meeting.rank)
             endpoint.processes = [rank["process"] for rank in ranks]
-            probes = endpoint.probe_peers([rank["addresses"] for rank in ranks], meeting.remaining())
+            addresses = [rank["addresses"] for rank in ranks]
+            probes = endpoint.transport_selector.probe_peers(addresses, meeting.remaining())
             reached = await meeting.before_exchange(probes)
             hosts = measurement.first_of_hosts(endpoint.processes) if config.calibrate else []
             values = next((rank["profile"] for rank in ranks if rank["profile"] is not None), None)

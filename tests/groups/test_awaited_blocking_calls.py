@@ -21,40 +21,31 @@ async def initialized():
     await blocking.init_process_group(store=blocking.HashStore(), **ALONE)
 
 
-async def reduced():
-    await blocking.all_reduce(torch.ones(2))
-
-
 async def reduced_with_arguments():
     await blocking.all_reduce(*[torch.ones(2)], **OP)
 
 
-async def passed_on():
-    return [await blocking.barrier() for _ in range(2)]
-
-
-async def received():
-    await blocking.recv(torch.ones(2))
-
-
-async def agreed():
-    await blocking.agree()
-
-
-async def gathered():
-    await blocking.all_gather_object([None], 1)
-
-
-async def waited():
-    await blocking.all_reduce(torch.ones(2), async_op=True).wait()
+async def await_call(name):
+    """Await a call of the blocking API."""
+    if name == "all_reduce":
+        await blocking.all_reduce(torch.ones(2))
+    elif name == "barrier":
+        return [await blocking.barrier() for _ in range(2)]
+    elif name == "recv":
+        await blocking.recv(torch.ones(2))
+    elif name == "agree":
+        await blocking.agree()
+    elif name == "all_gather_object":
+        await blocking.all_gather_object([None], 1)
+    elif name == "wait":
+        await blocking.all_reduce(torch.ones(2), async_op=True).wait()
+    else:
+        await blocking.destroy_process_group()
+    return None
 
 
 async def adopted():
     await blocking.group.WORLD.adopt(blocking.State()).wait()
-
-
-async def destroyed():
-    await blocking.destroy_process_group()
 
 
 async def entered():
@@ -69,23 +60,20 @@ def world():
     blocking.destroy_process_group()
 
 
-async def limited():
-    await asyncio.wait_for(blocking.barrier(), 1.0)
-
-
-async def limited_over_several_lines():
-    await asyncio.wait_for(
-        blocking.agree(True),
-        timeout=1.0,
-    )
-
-
-async def started():
-    return asyncio.create_task(blocking.all_gather_object([None], 1)), 1
-
-
-async def gathered_by_asyncio():
-    await asyncio.gather(blocking.barrier(), asyncio.sleep(0))
+async def pass_call(name):
+    """Pass a call of the blocking API to asyncio."""
+    if name == "agree":
+        await asyncio.wait_for(
+            blocking.agree(True),
+            timeout=1.0,
+        )
+    elif name == "all_gather_object":
+        return asyncio.create_task(blocking.all_gather_object([None], 1)), 1
+    elif name == "barrier":
+        await asyncio.wait_for(blocking.barrier(), 1.0)
+    else:
+        await asyncio.gather(blocking.barrier(), asyncio.sleep(0))
+    return None
 
 
 async def calls_with_a_value(world):
@@ -96,13 +84,7 @@ async def returned(value):
     return value
 
 
-PASSED = {
-    "barrier": limited, "agree": limited_over_several_lines, "all_gather_object": started, " barrier": gathered_by_asyncio,
-}  # fmt: skip
-CALLS = {
-    "all_reduce": reduced, "barrier": passed_on, "recv": received, "agree": agreed, "all_gather_object": gathered,
-    "wait": waited, "destroy_process_group": destroyed,
-}  # fmt: skip
+CALLS = ["all_reduce", "barrier", "recv", "agree", "all_gather_object", "wait", "destroy_process_group"]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -110,17 +92,17 @@ async def test_await_of_a_blocking_call_names_the_blocking_api(world, name):
     with pytest.raises(
         UsageError, match=rf"{name} is called with await at {__file__}:\d+, but this is the blocking API"
     ):
-        await CALLS[name]()
+        await await_call(name)
     assert blocking.is_initialized()
     blocking.all_reduce(torch.ones(2))
 
 
-@pytest.mark.parametrize("name", PASSED)
+@pytest.mark.parametrize("name", ["barrier", "agree", "all_gather_object", " barrier"])
 async def test_blocking_call_that_is_passed_to_asyncio_names_the_blocking_api(world, name):
     with pytest.raises(
         UsageError, match=rf"{name.strip()} is called with await at {__file__}:\d+, but this is the block"
     ):
-        await PASSED[name]()
+        await pass_call(name)
 
 
 async def test_value_of_a_blocking_call_may_be_passed_to_a_coroutine(world):

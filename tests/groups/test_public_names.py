@@ -160,8 +160,3 @@ def test_process_group_of_torch_is_refused_with_advice(torch_group):
     for call in (lambda: DistributedDataParallel(model, process_group=torch_group), lambda: get_rank(torch_group)):
         with pytest.raises(UsageError, match=r"a process group of torch.distributed, not of asyncdist: if it"):
             call()
-
-
-def test_call_without_process_group_is_refused():
-    with pytest.raises(NotInitializedError, match=r"^no process group: call init_process_group\(\) first\nsee "):
-        asyncdist.get_rank()

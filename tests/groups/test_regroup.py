@@ -68,6 +68,15 @@ async def test_agree_without_a_member_times_out_and_names_it():
         assert (await asyncio.gather(*(group.agree() for group in groups[2:]))) == [Agreed(False, (0, 1))]
 
 
+@transports
+async def test_regroup_without_a_member_times_out_and_names_it(transport):
+    async with world_of(3, transport=transport) as groups:
+        assert await sums(groups) == [3] * 3
+        for work in [group.regroup(timeout=0.2) for group in groups[:2]]:
+            with pytest.raises(OperationTimeoutError, match=r"waiting for rank 2 to call regroup\(\)"):
+                await work
+
+
 async def test_late_member_decides_with_the_others():
     async with world_of(3) as groups:
         early = [groups[rank].agree() for rank in (0, 1)]
@@ -182,21 +191,17 @@ async def test_too_few_survivors_fail_alike_and_the_largest_min_size_counts():
             assert error.present == (0, 1, 2)
 
 
-async def test_member_that_regroups_leaves_the_agreements_of_the_others():
-    """Rank 0 has seen a failure that ranks 1 and 2 have not: these agree without it, and see that it takes no part."""
+@pytest.mark.parametrize(("rank", "is_late"), [(0, False), (2, True)])
+async def test_member_that_regroups_leaves_the_agreements_of_the_others(rank, is_late):
+    """It has seen a failure that the others have not: these agree without it, and see that it takes no part."""
     async with world_of(3) as groups:
-        agreeing = [group.agree() for group in groups[1:]]
-        first = groups[0].regroup()
-        assert await asyncio.gather(*agreeing) == [Agreed(False, (0,))] * 2
-        new = await asyncio.gather(first, *(group.regroup() for group in groups[1:]))
+        others = [group for group in groups if group is not groups[rank]]
+        regrouping = [groups[rank].regroup()] if is_late else []
+        agreeing = [group.agree() for group in others]
+        regrouping = regrouping or [groups[rank].regroup()]
+        assert await asyncio.gather(*agreeing) == [Agreed(False, (rank,))] * 2
+        new = await asyncio.gather(*regrouping, *(group.regroup() for group in others))
         assert await sums(new) == [3] * 3
-
-
-async def test_agreement_begun_after_another_member_regrouped_ends_too():
-    async with world_of(3) as groups:
-        first = groups[2].regroup()
-        assert await asyncio.gather(*(group.agree() for group in groups[:2])) == [Agreed(False, (2,))] * 2
-        await asyncio.gather(first, *(group.regroup() for group in groups[:2]))
 
 
 async def test_two_groups_of_the_same_ranks_regroup_at_once():

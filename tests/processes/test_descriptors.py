@@ -1,4 +1,6 @@
-"""A rank without free file descriptors: its rendezvous or its collective fails with an error that names the limit."""
+"""The descriptors and threads that an idle rank keeps, and ranks without free descriptors, whose errors name the limit."""
+
+import time
 
 import pytest
 
@@ -39,3 +41,23 @@ def test_rendezvous_of_a_rank_without_descriptors_names_the_limit(job, face, tmp
     rank.do("release_descriptors")
     rank.do("init", f"file://{tmp_path}/again", 0, 1)
     assert rank.do("all_reduce", None, 10) == 1.0
+
+
+# The most descriptors of rank 0, which serves the store, and of each other rank. Those of the process before the world do
+# not count: 3, and for the awaited API those of its loop.
+MOST = {"shm,tcp": (21, 16), "tcp": (26, 21)}
+MOST_THREADS = 3
+
+
+def test_idle_rank_keeps_few_descriptors_and_threads(job, face):
+    transports = "shm,tcp" if job.transport == "shm" else "tcp"
+    first, others = MOST[transports]
+    ranks = job.met(4, face, ASYNCDIST_TRANSPORT=transports)
+    for rank, told in enumerate(ranks):
+        give_up = time.monotonic() + 60.0
+        # A thread that had something to do a moment ago ends.
+        while (kept := told.do("kept"))[1] > MOST_THREADS and time.monotonic() < give_up:
+            time.sleep(0.05)
+        descriptors, threads = kept
+        assert descriptors <= (others if rank else first)
+        assert threads <= MOST_THREADS

@@ -52,24 +52,16 @@ def test_death_while_survivors_wait_in_different_ways(job, all_do, face):
     check_all_lost([later], all_do([later], "all_reduce", "world", 10), 3)
 
 
-def test_death_between_operations_fails_the_next_operation(job, all_do, face):
-    ranks = job.world(4, face)
-    all_do(ranks, "all_reduce", "world", 10)
-    ranks[0].process.kill()
-    assert ranks[0].process.wait() == -9
-    answers = all_do(ranks[1:], "all_reduce", "world", 10)
-    check_all_lost(ranks[1:], answers, 0)
-    answers = all_do(ranks[1:], "all_reduce", "world", 10)
-    assert {(answer.kind, answer.peer) for answer in answers} == {("PeerLostError", 0)}
-
-
 @pytest.mark.parametrize("dead", [0, 3])
-def test_survivors_continue_in_a_new_group_as_the_error_advises(job, all_do, face, dead):
+def test_death_between_calls_fails_later_calls_and_survivors_continue_as_the_error_advises(job, all_do, face, dead):
     ranks = job.met(4, face)
     survivors = [rank for number, rank in enumerate(ranks) if number != dead]
     ranks[dead].process.kill()
-    for answer in all_do(survivors, "all_reduce", "world", 10):
-        assert "call regroup() on the other ranks" in answer.text
+    assert ranks[dead].process.wait() == -9
+    for _ in range(2):
+        answers = all_do(survivors, "all_reduce", "world", 10)
+        check_all_lost(survivors, answers, dead)
+        assert all("call regroup() on the other ranks" in answer.text for answer in answers)
     all_do(survivors, "new_group", "survivors", [number for number in range(4) if number != dead])
     for count in (10, 1_000_000):
         assert all_do(survivors, "all_reduce", "survivors", count) == [3.0] * 3

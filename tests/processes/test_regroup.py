@@ -1,7 +1,5 @@
 """Survivors of killed ranks agree on who is left, and go on in a new group over the connections that they have."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from benchmarks.processes import RankEndedError
@@ -71,15 +69,6 @@ def test_death_in_the_middle_of_agree_leaves_one_answer(job, all_do, face, doome
         ranks[doomed].process.kill()
     assert all_do(survivors, "agree", False) == [(False, (doomed,))] * 3
     assert all_do(survivors, "regroup")[0][1:] == (tuple(number for number in range(4) if number != doomed), 1)
-
-
-def test_member_that_does_not_regroup_is_named_after_the_timeout(job, all_do, face):
-    ranks = job.world(3, face)
-    all_do(ranks, "all_reduce", None, 10)
-    for answer in all_do(ranks[:2], "regroup", 1, 0.2):
-        assert isinstance(answer, SimpleNamespace)
-        assert answer.kind == "OperationTimeoutError"
-        assert "rank 2 to call regroup()" in answer.text
 
 
 def test_memory_of_dead_ranks_is_unmapped_after_regrouping(job, all_do, until, face):

@@ -160,14 +160,9 @@ def test_ranks_with_certificates_answer_only_inside_tls(nursery, tmp_path):
     certificates = {f"ASYNCDIST_TLS_{name}": str(CERTIFICATES / file) for name, file in files.items()}
     certificates["ASYNCDIST_TLS_CHECK_HOSTNAME"] = "0"
     world = Watched(nursery, f"file://{tmp_path}/world", 2, late=0, **certificates)
-    for settings in (
-        {},
-        certificates
-        | {
-            "ASYNCDIST_TLS_CERT": str(CERTIFICATES / "stranger.crt"),
-            "ASYNCDIST_TLS_KEY": str(CERTIFICATES / "stranger.key"),
-        },
-    ):
+    strangers = {"ASYNCDIST_TLS_CERT": "stranger.crt", "ASYNCDIST_TLS_KEY": "stranger.key"}
+    stranger = {name: str(CERTIFICATES / file) for name, file in strangers.items()}
+    for settings in ({}, certificates | stranger):
         assert "no rank of the job" in world.top(code=2, **settings)
     assert "answered by rank" in world.top(code=0, **certificates)
     world.end(0)

@@ -300,9 +300,8 @@ def proxied_world(
             if writer != reader
         }
         for rank, endpoint in enumerate(endpoints):
-            endpoint.transport_selector.set_addresses(
-                [_behind(proxies.get((rank, peer)), listening[peer]) for peer in range(size)]
-            )
+            addresses = [_behind(proxies.get((rank, peer)), listening[peer]) for peer in range(size)]
+            endpoint.transport_selector.addresses = addresses
             endpoint.finalize([{}] * size)
         yield ProxiedWorld(
             endpoints, [Group(endpoint, range(size), "world", timeout) for endpoint in endpoints], proxies

@@ -122,7 +122,9 @@ class Writer:
                     continue
                 # A thread may have sent the last bytes.
                 if not self.complete_sent():
-                    budget -= self._send_some(message)
+                    before = message.sent
+                    self.send_some(message)
+                    budget -= message.sent - before
                     self.complete_sent()
         except BlockingIOError:
             pass
@@ -143,17 +145,13 @@ class Writer:
     def send_some(self, message: Outgoing) -> bool:
         """Send the next bytes of a message, and count them; return whether any are left. Raises BlockingIOError and
         OSError."""
-        self._send_some(message)
-        return message.sent < HEADER_NBYTES + len(message.body)
-
-    def _send_some(self, message: Outgoing) -> int:
         body_sent = message.sent - HEADER_NBYTES
         if body_sent < 0:
             sent = self._sock.sendmsg((message.header[message.sent :], message.body[:QUANTUM]))
         else:
             sent = self._sock.send(message.body[body_sent : body_sent + QUANTUM])
         message.sent += sent
-        return sent
+        return message.sent < HEADER_NBYTES + len(message.body)
 
 
 class _ControlMessage(Receive):
@@ -180,8 +178,6 @@ class Reader:
     these bytes to ``backlog`` and reads them again from there.
 
     Args:
-        peer: The rank at its other end.
-        host: Handles control messages.
         inbox: The peer's matching queue; None to accept only control messages.
         lend: Called before the body of a large message is read, which it may lend to a thread; returns whether it has.
         short_reads_empty: Whether a read that returns fewer bytes than wanted has emptied the stream.

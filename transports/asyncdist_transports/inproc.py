@@ -119,9 +119,6 @@ class InprocLink(Link):
         receiver.receive(Delivery(message, self._transport.host, receiver.host))
         return False
 
-    def close(self) -> None:
-        """Do nothing: `InprocTransport.close` sends all goodbyes."""
-
     def _post_lost(self) -> None:
         host, peer = self._transport.host, self.peer
         host.post(lambda: host.lost(peer, "it has closed its world"))

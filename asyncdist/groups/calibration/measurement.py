@@ -97,14 +97,8 @@ async def _measure_lanes(endpoint: Endpoint, ranks: Sequence[int], found: Values
     pair = ranks[place & -2 : (place & -2) + 2]
     if len(pair) < 2 or "beta" not in found or not endpoint.link(pair[1 - place % 2]).has_lanes:
         return {}
-    return await measure_lanes(
-        endpoint,
-        pair,
-        name,
-        beta=found["beta"],
-        until=until,
-        threads=endpoint.config.tcp_threads == "auto" and _has_cores(endpoint),
-    )
+    threads = endpoint.config.tcp_threads == "auto" and _has_cores(endpoint)
+    return await measure_lanes(endpoint, pair, name, beta=found["beta"], until=until, threads=threads)
 
 
 def _has_cores(endpoint: Endpoint) -> bool:

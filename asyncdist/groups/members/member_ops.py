@@ -150,13 +150,9 @@ class MemberOps(ABC):
             begun = self._regrouping
             if begun is None:
                 agreement = MemberAgreement(
-                    self.endpoint,
-                    self.channel,
-                    "regroup",
-                    REGROUP,
-                    min_size,
+                    self.endpoint, self.channel, "regroup", REGROUP, min_size,
                     lambda *votes: self._successor(survivors(*votes)),
-                )
+                )  # fmt: skip
                 self._regrouping = agreement.work
         if begun is None:
             agreement.start(limit, background=background)

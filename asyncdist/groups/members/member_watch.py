@@ -94,10 +94,6 @@ class MemberWatch:
 class MemberWatches:
     """The streams of one group, and who waits to join.
 
-    Args:
-        endpoint: The endpoint of this rank.
-        member_ids: The members of the group.
-
     Attributes:
         candidates: Returns the ids of the processes that wait to join the job of the group, if it belongs to one.
     """

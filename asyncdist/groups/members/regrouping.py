@@ -6,6 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -33,70 +34,57 @@ class Agreed(NamedTuple):
     lost: tuple[int, ...]
 
 
+@dataclass(eq=False)
 class MemberAgreement:
-    """One call of this rank that ends in an agreement: ``agree`` or ``regroup``.
+    """One call of this rank that ends in an agreement: ``agree`` or ``regroup``."""
 
-    Args:
-        endpoint: The endpoint of this rank.
-        channel: The channel of the group.
-        name: The name of the call.
-        number: The number of the agreement.
-        vote: This member's vote: data that msgpack packs.
-        value_of: Returns the value of the call's work from the decision and all votes; called without locks.
-    """
+    endpoint: Endpoint
+    channel: Channel
+    name: str
+    number: int
+    vote: Any
+    """This member's vote: data that msgpack packs."""
+    value_of: Callable[[Decision, list[Any]], Any]
+    """Returns the value of the call's work from the decision and all votes; called without locks."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        channel: Channel,
-        name: str,
-        number: int,
-        vote: Any,
-        value_of: Callable[[Decision, list[Any]], Any],
-    ) -> None:
-        self.work: Work[Any] = Work(endpoint.progress)
-        self._endpoint, self._channel, self._name, self._number = endpoint, channel, name, number
-        self._vote: bytes = msgpack.packb(vote)
-        self._value_of = value_of
-        self._issued = 0.0
+    def __post_init__(self) -> None:
+        self.work: Work[Any] = Work(self.endpoint.progress)
+        self._vote: bytes = msgpack.packb(self.vote)
 
     def start(self, limit: float, *, background: bool) -> None:
         """Vote, with a limit in seconds. Without ``background``, return when the work is complete."""
-        self._issued = monotonic()
+        self._issued, progress = monotonic(), self.endpoint.progress
         begin = functools.partial(self._begin, limit)
         if background:
-            self._endpoint.progress.submit(begin)
+            progress.submit(begin)
             if not self.work.is_completed():
-                self._endpoint.progress.ensure_driven()
+                progress.ensure_driven()
         else:
-            self._endpoint.progress.drive(self.work, math.inf, begin)
+            progress.drive(self.work, math.inf, begin)
 
     def _begin(self, limit: float) -> None:
-        endpoint, channel, rank = self._endpoint, self._channel, self._endpoint.rank
-        if self._number == REGROUP and channel.error is None:
+        endpoint, channel, rank = self.endpoint, self.channel, self.endpoint.rank
+        if self.number == REGROUP and channel.error is None:
             # The others leave their operations, and call it too.
-            endpoint.fail(channel, GroupAbortedError(f"rank {rank} called {self._name}(): call it here too", peer=rank))
-        endpoint.agreements.begin(channel, self._number, f"{self._name}()", self._vote, limit, self._finish)
+            endpoint.fail(channel, GroupAbortedError(f"rank {rank} called {self.name}(): call it here too", peer=rank))
+        endpoint.agreements.begin(channel, self.number, f"{self.name}()", self._vote, limit, self._finish)
 
     def _finish(self, decision: Decision | None, error: GroupError | None) -> None:
-        self._endpoint.call_later(functools.partial(self._complete, decision, error))
+        self.endpoint.call_later(functools.partial(self._complete, decision, error))
 
     def _complete(self, decision: Decision | None, error: GroupError | None) -> None:
         value = None
         if decision is not None:
             try:
-                value = self._value_of(decision, list(map(msgpack.unpackb, decision.votes.values())))
+                value = self.value_of(decision, list(map(msgpack.unpackb, decision.votes.values())))
             except Exception as cause:
-                error = local_failure(cause, self._endpoint.rank)
+                error = local_failure(cause, self.endpoint.rank)
         if error is not None:
-            is_last = self._number == REGROUP
+            number = generation_of(self.channel.prefix) + 1 if self.number == REGROUP else self.number
             error = error.during(
-                group=self._channel.name,
-                rank=self._endpoint.rank,
-                op=self._name,
-                seq=generation_of(self._channel.prefix) + 1 if is_last else self._number,
+                group=self.channel.name, rank=self.endpoint.rank, op=self.name, seq=number,
                 elapsed=monotonic() - self._issued,
-            )
+            )  # fmt: skip
         if self.work.finish(value, error):
             self.work.run_callbacks()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ async def _send(group: Members, sender: int, state: State) -> None:
     values = {}
     for name, part in state.parts().items():
         content = part.state_dict() if _is_loadable(part) else part
-        values[name] = _map_tensors(content, (name,), lambda path, tensor: _reserve(path, tensor, layout, large))
+        values[name] = _mapped(content, (name,), lambda path, value: _reserve(path, value, layout, large))
     try:
         await group.broadcast_object_list([state._history, values, layout], sender, weights_only=True)
     except UsageError as error:
@@ -127,12 +127,14 @@ async def _send(group: Members, sender: int, state: State) -> None:
         await group.broadcast(tensor, sender)
 
 
-def _reserve(path: Path, tensor: torch.Tensor, layout: Layout, large: list[torch.Tensor]) -> Any:
-    """Note a large tensor, and return None in its place; return a small one."""
-    tensor = tensor.detach()
+def _reserve(path: Path, value: Any, layout: Layout, large: list[torch.Tensor]) -> Any:
+    """Note a large tensor, and return None in its place; return any other value."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    tensor = value.detach()
     if tensor.device.type == "cpu" and tensor.nbytes < _LARGE_NBYTES:
         return tensor
-    layout.append((path, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.device.type))
+    layout.append((path, *_kind_of(tensor)))
     large.append(tensor.contiguous())
     return None
 
@@ -142,21 +144,22 @@ async def _receive(group: Members, sender: int, state: State) -> None:
     await group.broadcast_object_list(head, sender, weights_only=True)
     history, values, layout = head
     state._history = ""  # until everything has arrived
-    own: dict[Path, torch.Tensor] = {}
+    own: dict[Path, Any] = {}
     for name, part in state.parts().items():
         if _is_loadable(part):
-            _map_tensors(part.state_dict(), (name,), lambda path, tensor: own.setdefault(path, tensor))
-    fresh: dict[str, None] = dict.fromkeys(values)
+            _mapped(part.state_dict(), (name,), own.setdefault)
     received: dict[Path, torch.Tensor] = {}
-    for path, shape, dtype, device in map(_as_entry, layout):
-        target = own.get(path)
-        if target is None or not _fits(target, shape, dtype, device):
+    for entry, shape, dtype, device in layout:
+        path = tuple(entry)
+        target: Any = own.get(path)
+        fits = isinstance(target, torch.Tensor) and _kind_of(target) == (tuple(shape), dtype, device)
+        if not (fits and target.is_contiguous()):
             target = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         received[path] = target.detach()
         await group.broadcast(received[path], sender)
-    for name in fresh:
+    for name, value in values.items():
         part = getattr(state, name)
-        content = _restore(values[name], (name,), received)
+        content = _mapped(value, (name,), received.get)
         if _is_loadable(part):
             part.load_state_dict(content)
         else:
@@ -164,46 +167,19 @@ async def _receive(group: Members, sender: int, state: State) -> None:
     state._history = history
 
 
-def _as_entry(entry: Sequence[Any]) -> tuple[Path, tuple[int, ...], str, str]:
-    path, shape, dtype, device = entry
-    return tuple(path), tuple(shape), dtype, device
-
-
-def _fits(tensor: torch.Tensor, shape: tuple[int, ...], dtype: str, device: str) -> bool:
-    return (
-        tuple(tensor.shape) == shape
-        and str(tensor.dtype) == f"torch.{dtype}"
-        and tensor.device.type == device
-        and tensor.is_contiguous()
-    )
+def _kind_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, str]:
+    """Return the shape, dtype and device type of a tensor, as in `Layout`."""
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.device.type
 
 
 def _is_loadable(part: Any) -> bool:
     return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 
-def _children(value: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(value.items() if isinstance(value, dict) else enumerate(value))
-
-
-def _rebuilt(value: Any, children: dict[Any, Any]) -> Any:
-    """Return a container like ``value`` with other elements."""
-    return dict(children) if isinstance(value, dict) else type(value)(children.values())
-
-
-def _map_tensors(value: Any, path: Path, function: Callable[[Path, torch.Tensor], Any]) -> Any:
-    """Return nested dicts, lists and tuples with each tensor replaced by ``function(path, tensor)``."""
-    if isinstance(value, torch.Tensor):
-        return function(path, value)
-    if isinstance(value, dict) or type(value) in (list, tuple):
-        return _rebuilt(value, {key: _map_tensors(part, (*path, key), function) for key, part in _children(value)})
-    return value
-
-
-def _restore(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
-    """Return nested containers with the received tensors in their places."""
-    if path in tensors:
-        return tensors[path]
-    if isinstance(value, dict) or type(value) in (list, tuple):
-        return _rebuilt(value, {key: _restore(part, (*path, key), tensors) for key, part in _children(value)})
-    return value
+def _mapped(value: Any, path: Path, function: Callable[[Path, Any], Any]) -> Any:
+    """Return nested dicts, lists and tuples with each other value in them replaced by ``function(path, value)``."""
+    if isinstance(value, dict):
+        return {key: _mapped(part, (*path, key), function) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(part, (*path, key), function) for key, part in enumerate(value))
+    return function(path, value)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from time import monotonic
-from typing import Protocol
 
-from asyncdist.base.timers import TimerTable
-from asyncdist.errors import ExcludedError, GroupAbortedError, GroupError, NoQuorumError, OperationTimeoutError, ranks
+from asyncdist.errors import ExcludedError, GroupAbortedError, GroupError, NoQuorumError, OperationTimeoutError
+from asyncdist.kernel.engine.executor import EngineHost
 from asyncdist.kernel.engine.group_failures import GroupFailures
-from asyncdist.kernel.engine.operation import Channel
+from asyncdist.kernel.engine.operation import Channel, named
 from asyncdist.kernel.membership.agreement import Agreement, AgreementKind, AgreementMessage, Decision
 from asyncdist.kernel.transport.wire_format import AGREE, pack_key
 
@@ -43,48 +43,27 @@ Finish = Callable[[Decision | None, GroupError | None], None]
 """Receives the outcome of an agreement: the decision that this rank is part of, or the error."""
 
 
+@dataclass(eq=False, slots=True)
 class _Running:
     """An agreement of this rank: the state machine, and what the rank waits for."""
 
-    def __init__(self, key: bytes, agreement: Agreement, channel: Channel) -> None:
-        self.key = key
-        self.agreement = agreement
-        self.channel = channel
-        self.finish: Finish | None = None
-        self.what = ""
-        self.timeout = self.deadline = 0.0
-        self.pause = _FIRST_LOOK
-        self.hopeless_since: float | None = None
-        self.accused_since: float | None = None
-
-
-class AgreementHost(Protocol):
-    """The part of the endpoint that agreements use."""
-
-    def assert_held(self) -> None:
-        """Check that the calling thread holds the lock of the world's `Progress`."""
-
-    def send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None: ...
-
-    def has_ended(self, peer: int) -> bool: ...
-
-    def hears(self, peer: int) -> bool:
-        """Return whether this rank hears the heartbeats of a peer."""
-
-    def watch(self, peer: int) -> None:
-        """Open a link to a peer, so that its loss is noticed."""
+    key: bytes
+    agreement: Agreement
+    channel: Channel
+    finish: Finish | None = None
+    what: str = ""
+    timeout: float = 0.0
+    deadline: float = 0.0
+    pause: float = _FIRST_LOOK
+    hopeless_since: float | None = None
+    accused_since: float | None = None
 
 
 class Agreements:
-    """The agreements of one rank.
+    """The agreements of one rank, in groups and about lost peers that ``failures`` knows."""
 
-    Args:
-        failures: The groups, and the peers that are lost.
-        host: The rank's endpoint.
-    """
-
-    def __init__(self, rank: int, failures: GroupFailures, timers: TimerTable, host: AgreementHost) -> None:
-        self._rank, self._failures, self._timers, self._host = rank, failures, timers, host
+    def __init__(self, host: EngineHost, failures: GroupFailures) -> None:
+        self._rank, self._failures, self._timers, self._host = host.rank, failures, host.timers, host
         self._channels, self._lost_peers = failures.channels, failures.lost_peers
         self._running: dict[bytes, _Running] = {}
         self._early: dict[bytes, list[tuple[int, AgreementMessage]]] = {}
@@ -304,20 +283,17 @@ class Agreements:
         present = [member for member in agreement.members if member not in excluded]
         reasons = "; ".join(f"rank {member}: {reason}" for member, reason in list(excluded.items())[:4])
         return NoQuorumError(
-            f"rank{'s' * (len(present) > 1)} {ranks(present)} of {len(agreement.members)} members cannot go on, because "
+            f"{named(present)} of {len(agreement.members)} members cannot go on, because "
             f"the others may be alive ({reasons})",
             present=present,
         )
 
     def _timeout(self, running: _Running) -> GroupError:
         awaited = running.agreement.awaited
-        reason = f"timed out after {running.timeout:g} s, waiting for rank{'s' * (len(awaited) > 1)} {ranks(awaited)}"
+        reason = f"timed out after {running.timeout:g} s, waiting for {named(awaited)}"
         quitters = "; ".join(text for text in running.agreement.excluded.values() if "gave up" in text)
-        return OperationTimeoutError(
-            f"{reason} to call {running.what}{f' ({quitters})' if quitters else ''}",
-            peers=awaited,
-            timeout=running.timeout,
-        )
+        reason = f"{reason} to call {running.what}{f' ({quitters})' if quitters else ''}"
+        return OperationTimeoutError(reason, peers=awaited, timeout=running.timeout)
 
 
 def _grace_of(running: _Running, accused: Collection[int]) -> float:

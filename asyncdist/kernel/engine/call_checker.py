@@ -10,30 +10,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asyncdist.errors import MismatchError
-from asyncdist.kernel.engine.group_failures import GroupFailures
-from asyncdist.kernel.engine.operation import Channel, Operation
+from asyncdist.kernel.engine.executor import EngineHost
+from asyncdist.kernel.engine.operation import Channel
 from asyncdist.kernel.tracing.call_text import describe_call
-from asyncdist.kernel.tracing.recorder import Recorder
 from asyncdist.kernel.transport.wire_format import Fingerprint
 
 
 class CollectiveChecker:
     """Compares the calls of one rank with those of its peers. Called under the lock of the world's `Progress`.
 
+    A group in which calls differ fails. The flight recorder has the fingerprints of completed calls.
+
     Args:
-        recorder: The flight recorder, which has the fingerprints of completed calls.
-        failures: The open groups; a group in which calls differ fails.
-        operations: The pending operations, by the first 12 bytes of their messages' keys.
+        host: The rank's endpoint.
+        channels: The open groups, by the first 8 bytes of their messages' keys.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        failures: GroupFailures,
-        operations: Mapping[bytes, Operation],
-    ) -> None:
-        self._recorder, self._operations = recorder, operations
-        self._channels, self._fail = failures.channels, failures.fail
+    def __init__(self, host: EngineHost, channels: Mapping[bytes, Channel]) -> None:
+        self._recorder, self._operations = host.recorder, host.operations
+        self._channels, self._fail = channels, host.fail
         self.early_calls: dict[bytes, set[tuple[int, int]]] = {}
         """(peer, fingerprint) of calls that peers have made before this rank, by the operation's key."""
 

@@ -1,15 +1,14 @@
-"""Control messages about a group: its failure, the call of a rank that waits, and the goodbye of a rank that leaves."""
+"""Control messages: the notice that a group has failed, and the last frames of a rank that leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 import msgpack
 
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, OperationTimeoutError, PeerLostError
-from asyncdist.kernel.transport.matching import Outgoing
-from asyncdist.kernel.transport.wire_format import ABORT, CALLED, GOODBYE, pack_header, pack_key
+from asyncdist.kernel.engine.executor import EngineHost
+from asyncdist.kernel.transport.wire_format import ABORT, GOODBYE, pack_header, pack_key
 
 LEFT = "it has destroyed its process group"
 ENDED = "its process has ended"
@@ -36,25 +35,8 @@ def encode_abort(error: GroupError, rank: int) -> bytes:
     return packed
 
 
-def abort_notice(peer: int, number: int, error: GroupError, rank: int) -> Outgoing:
-    """Return the notice from ``rank`` to ``peer`` that the group with a channel number has failed."""
-    return Outgoing(peer, pack_key(number, 0, 0), 0, memoryview(encode_abort(error, rank)), None, ABORT)
-
-
-def call_notice(peer: int, operation: bytes, fingerprint: int) -> Outgoing:
-    """Return the notice to ``peer`` of this rank's call, by the first 12 bytes of the keys of the operation."""
-    return Outgoing(peer, operation + bytes(4), 0, memoryview(fingerprint.to_bytes(8, "little")), None, CALLED)
-
-
-class Connectivity(Protocol):
-    """The part of the endpoint that explains errors."""
-
-    def connectivity_problem(self, peers: Iterable[int]) -> str:
-        """Describe why peers cannot be reached."""
-
-
-def decode_abort(body: bytes, peer: int, rank: int, connectivity: Connectivity) -> GroupError:
-    """Return the error for ``rank`` of a notice from ``peer``."""
+def decode_abort(body: bytes, peer: int, host: EngineHost) -> GroupError:
+    """Return the error for the rank of ``host`` of a notice from ``peer``."""
     try:
         notice = msgpack.unpackb(body)
         kind, reason, by = str(notice["kind"]), str(notice["reason"]), int(notice["by"])
@@ -62,7 +44,7 @@ def decode_abort(body: bytes, peer: int, rank: int, connectivity: Connectivity) 
     except (ValueError, KeyError, TypeError, msgpack.UnpackException):
         return GroupAbortedError(f"rank {peer} aborted the group without a legible reason", peer=peer)
     error: GroupError
-    if kind == PeerLostError.__name__ and about == rank:
+    if kind == PeerLostError.__name__ and about == host.rank:
         error = PeerLostError(by, f"it found that {reason}")
     elif kind == PeerLostError.__name__ and isinstance(about, int):
         error = PeerLostError(about, "")
@@ -71,7 +53,7 @@ def decode_abort(body: bytes, peer: int, rank: int, connectivity: Connectivity) 
         error = MismatchError(by, f"rank {by} found that {reason}" if "found that" not in reason else reason)
     elif kind == OperationTimeoutError.__name__:
         error = GroupAbortedError(f"rank {by} {reason}", peer=by)
-        error.explain(connectivity.connectivity_problem([by]))
+        error.explain(host.connectivity_problem([by]))
     else:
         error = GroupAbortedError(reason if reason.startswith("rank") else f"rank {by}: {reason}", peer=by)
     if isinstance(error, PeerLostError):

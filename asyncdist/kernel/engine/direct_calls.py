@@ -13,14 +13,14 @@ then: bytes that were read are read again, and a message that has left in part i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncdist.kernel.algorithms.schedule import END_ATTEMPT, Action, Combine, Recv, Reduce, Schedule, Send
 from asyncdist.kernel.engine.call_checker import CollectiveChecker
 from asyncdist.kernel.engine.drivers.waiting import Waiting
-from asyncdist.kernel.engine.executor import Peers
-from asyncdist.kernel.engine.operation import Begun, Channel, Operation
+from asyncdist.kernel.engine.executor import EngineHost
+from asyncdist.kernel.engine.operation import Begun, Channel
 from asyncdist.kernel.memory.buffers import NOTHING, Memory, Scratch
 from asyncdist.kernel.memory.reduce_kernels import Fold
 from asyncdist.kernel.transport.wire_format import DATA, pack_tail
@@ -101,25 +101,10 @@ class DirectStep(tuple[Action, ...]):
 
 
 class DirectCalls:
-    """The direct calls of one rank. Called under the lock of the world's `Progress`.
+    """The direct calls of one rank. Called under the lock of the world's `Progress`."""
 
-    Args:
-        peers: The rank's endpoint.
-        operations: The pending operations, by the first 12 bytes of the keys of their messages.
-        checker: Compares calls with those that peers have made before this rank.
-        scratch: Memory for what is received and then reduced.
-        waiting: How the rank waits for peers.
-    """
-
-    def __init__(
-        self,
-        peers: Peers,
-        operations: Mapping[bytes, Operation],
-        checker: CollectiveChecker,
-        scratch: Scratch,
-        waiting: Waiting,
-    ) -> None:
-        self._links, self._inboxes, self._operations = peers.links, peers.inboxes, operations
+    def __init__(self, host: EngineHost, checker: CollectiveChecker, scratch: Scratch, waiting: Waiting) -> None:
+        self._links, self._inboxes, self._operations = host.links, host.inboxes, host.operations
         self._checker, self._scratch, self.waiting = checker, scratch, waiting
 
     def run(

@@ -1,6 +1,6 @@
 """One rank's view of its world: its peers, the links and the matching queues to them, and its operations.
 
-An `Endpoint` is the `Host` that transports report to, the `Peers` of the executor, and the `Machine` that `Progress`
+An `Endpoint` is the `Host` that transports report to, the `EngineHost` of its parts, and the `Machine` that `Progress`
 drives. `GroupFailures` holds the groups and handles failures.
 """
 
@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from time import monotonic
@@ -26,7 +25,7 @@ from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, Trans
 from asyncdist.kernel.algorithms.selection import Model
 from asyncdist.kernel.engine.agreements import Agreements
 from asyncdist.kernel.engine.call_checker import CollectiveChecker
-from asyncdist.kernel.engine.control_messages import call_notice
+from asyncdist.kernel.engine.control_messages import ENDED
 from asyncdist.kernel.engine.direct_calls import DirectCalls
 from asyncdist.kernel.engine.drivers.core_use import CoreUse
 from asyncdist.kernel.engine.executor import Executor
@@ -35,7 +34,7 @@ from asyncdist.kernel.engine.heartbeat import Heartbeat
 from asyncdist.kernel.engine.machine import Until
 from asyncdist.kernel.engine.operation import Channel, Operation, Plan, awaited
 from asyncdist.kernel.engine.progress import Progress
-from asyncdist.kernel.engine.transport_selector import Addresses, TransportSelector
+from asyncdist.kernel.engine.transport_selector import TransportSelector
 from asyncdist.kernel.engine.wait_probes import WaitProbes, timeout_error
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.buffers import Scratch
@@ -52,7 +51,7 @@ from asyncdist.kernel.transport.base import (
 )
 from asyncdist.kernel.transport.wire_format import ABORT, AGREE, CALLED, GOODBYE, HEARD, PROBE, SUSPECT, WAITING
 from asyncdist.net.detector import Liveness
-from asyncdist.net.process_identity import ProcessState, has_ended, pids_of_machine, process_state
+from asyncdist.net.process_identity import ProcessState, has_ended, process_state
 
 LAST_WORDS = 1.0
 """Seconds for which a rank that leaves may wait until its failure notices and last bytes have been sent."""
@@ -65,13 +64,12 @@ _MANY_RECEIVES = 64
 class Endpoint:
     """The peers of one rank in one world.
 
-    To connect the ranks, call `listen`, gather its results from all ranks, and pass them to `probe_peers`. Gather the
-    results of `probe_peers` in the same way, and pass them to `finalize`. Links are made when they are first used.
+    To connect the ranks, call `listen`, gather its results from all ranks, and pass them to `probe_peers` of the
+    `transport_selector`. Gather its results in the same way, and pass them to `finalize`. Links are made when they are
+    first used.
 
     Args:
-        world_size: The number of ranks.
         world_id: Identifies the world in traces.
-        config: The settings of the world.
         kinds: The transports to use, the preferred first.
         home: The event loop that drives while no thread blocks; None for the background loop.
         backend: The argument of `init_process_group`.
@@ -105,28 +103,26 @@ class Endpoint:
         self.links: dict[int, Link] = {}
         self.inboxes: dict[int, MatchingQueue] = {}
         self.timers = TimerTable()
-        self.failures = failures = GroupFailures(
-            config, self.recorder, self._executor, self.transport_selector, self.timers, self
-        )
+        self.failures = failures = GroupFailures(self, self._executor)
         self.lost_peers = failures.lost_peers
         # Bound here, because a forwarding method would cost each call a Python frame.
         self.fail, self.gone, self.lost, self.suspect = failures.fail, failures.gone, failures.lost, failures.suspect
         self.open, self.end = failures.open, failures.end
-        self.checker = CollectiveChecker(self.recorder, failures, self.operations)
+        self.no_room, self.closing_frames = failures.no_room, failures.closing_frames
+        self.checker = CollectiveChecker(self, failures.channels)
         self.difference = self.checker.difference
-        self.direct_calls = DirectCalls(self, self.operations, self.checker, scratch, self.progress.waiting)
+        self.direct_calls = DirectCalls(self, self.checker, scratch, self.progress.waiting)
         self._probes = WaitProbes(self, monotonic)
-        self.processes: Sequence[dict[str, Any] | None] = ()
-        """The identities of all ranks' processes, by rank. Without them no process of a peer is known to have ended."""
-        self.agreements = Agreements(rank, failures, self.timers, self)
+        self.processes: Sequence[Mapping[str, Any] | None] = ()
+        self.agreements = Agreements(self, failures)
         failures.observers.append(self._on_change)
-        self._heartbeat = Heartbeat(rank, config.heartbeat, self.transport_selector, failures, self)
-        self.silence_of = self._heartbeat.silence_of
+        self._heartbeat = Heartbeat(self, failures)
+        self.silence_of, self.hears = self._heartbeat.silence_of, self._heartbeat.hears
         self.model = Model(segment_nbytes=config.segment_nbytes)
         """Selects the schedules of groups that are made from now on; equal on all ranks."""
         self.finished: list[Callback] = []
         self.backend = backend
-        self.core_use = CoreUse(self._pids)
+        self.core_use = CoreUse(self)
         self.others_compete = self.core_use.others_compete
         lifecycle.register_hooks(self)
 
@@ -139,13 +135,11 @@ class Endpoint:
         self._heartbeat.start(self.progress)
         return addresses
 
-    async def probe_peers(self, addresses: Sequence[Addresses], timeout: float) -> dict[str, list[int]]:
-        """Probe the peers with the results of every rank's `listen`, by rank; return the peers reached, by transport."""
-        self.transport_selector.set_addresses(addresses)
-        return await self.transport_selector.probe_peers(timeout)
-
     def finalize(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Select transports from the results of every rank's `probe_peers`, by rank. Groups may be made afterwards."""
+        """Select transports from the results of every rank's `TransportSelector.probe_peers`, by rank.
+
+        Groups may be made afterwards.
+        """
         self.transport_selector.finalize(reached, self.processes)
         self.recorder.progress.append(self._executor.progress)
         self.recorder.details.append(self._state)
@@ -154,12 +148,8 @@ class Endpoint:
         await_spin = min(spin, self.config.await_spin_us * 1e-6)
         self.progress.waiting.configure(spin, await_spin, placement, crowded=crowded)
         self.progress.loop_driver.idle_watch.last_call = lambda: self.recorder.last
-        self.progress.submit(self._end_listening)
+        self.progress.submit(self.transport_selector.end_unused)
         self.progress.ensure_driven()
-
-    def _end_listening(self) -> None:
-        for transport in self.transport_selector.unused():
-            transport.end_listening()
 
     def notices_flushed(self) -> Until:
         """Return a condition that holds once every failure notice has been sent, also over connections opened for it.
@@ -168,13 +158,12 @@ class Endpoint:
         """
         begun: list[bool] = []
         self.progress.submit(lambda: begun.append(True))  # after the failures that other threads have submitted
-        selector = self.transport_selector
-        return Until(
-            lambda: bool(begun) and not (selector.holds_bytes() or (self._has_last_words() and selector.busy()))
-        )
 
-    def _has_last_words(self) -> bool:
-        return bool(self.failures.failed) or self.agreements.taken_part
+        def flushed() -> bool:
+            selector, has_last_words = self.transport_selector, self.failures.failed or self.agreements.taken_part
+            return bool(begun) and not (selector.holds_bytes() or (has_last_words and selector.busy()))
+
+        return Until(flushed)
 
     def close(self) -> None:
         """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
@@ -186,7 +175,7 @@ class Endpoint:
 
     def end_with_process(self) -> None:
         """Say goodbye for a program that ends without destroying the world."""
-        self.failures.end_with_process()
+        self.failures.goodbye = ENDED
         for operation in list(self._executor.operations.values()):
             operation.work.exception()  # the program ends: do not log the error as never retrieved
         self._flush_notices()
@@ -252,7 +241,7 @@ class Endpoint:
         """Read what has arrived from a peer."""
         self.transport_selector.read_arrived(self.inbox(peer))
 
-    # -- what the executor needs: Peers --------------------------------------------------------
+    # -- what its parts need: EngineHost --------------------------------------------------------
 
     def link(self, peer: int) -> Link:
         """Return the link to a peer, made on first use; raise the peer's error if the peer is lost."""
@@ -274,7 +263,8 @@ class Endpoint:
         return ", ".join(itertools.islice(filter(None, said), _MOST_PROBLEMS))
 
     def query_peers(self, operation: Operation, peers: Iterable[int]) -> None:
-        self.failures.notify(peers, lambda peer: call_notice(peer, operation.key, operation.plan.fingerprint))
+        body = operation.plan.fingerprint.to_bytes(8, "little")
+        self.failures.notify(peers, CALLED, operation.key + bytes(4), body)
 
     def probe_waits(self, operation: Operation) -> None:
         self._probes.begin(operation, operation.deadline - monotonic())
@@ -315,10 +305,6 @@ class Endpoint:
         """Return what the process of a peer does; None if this process cannot see it."""
         return process_state(self.processes[peer], self.processes[self.rank]) if self.processes else None
 
-    def hears(self, peer: int) -> bool:
-        """Return whether this rank hears the heartbeats of a peer."""
-        return self._heartbeat.hears(peer)
-
     def _state(self) -> dict[str, Any]:
         """Return which peers are lost or have left, when the others were last heard, and how this rank waits.
 
@@ -326,16 +312,13 @@ class Endpoint:
         """
         gone = {peer: error.reason for peer, error in list(self.lost_peers.items())} | dict(self.failures.left)
         heard = sorted(self._heartbeat.silences().items())
+        lanes, threads = self.config.lanes, self.config.tcp_threads
         return {
             "lost": sorted(gone.items()),
             "heard": heard,
             "waiting": self.progress.waiting.mode.value,
             "model": asdict(self.model),
-            "tcp": {
-                "lanes": self.config.lanes,
-                "threads": self.config.tcp_threads,
-                "others_compete": self.core_use.compete,
-            },
+            "tcp": {"lanes": lanes, "threads": threads, "others_compete": self.core_use.compete},
         }
 
     def look_at(self, peer: int) -> str:
@@ -349,9 +332,6 @@ class Endpoint:
         """Return the process id of a rank on its host; None if it is not known."""
         identity = self.processes[peer] if self.processes else None
         return None if identity is None else identity["pid"]
-
-    def _pids(self) -> list[int] | None:
-        return pids_of_machine(self.processes, self.rank) if self.processes else [os.getpid()]
 
     def watch(self, peer: int) -> None:
         """Open a link to a peer, so that its loss is noticed."""
@@ -398,12 +378,8 @@ class Endpoint:
         if receive.fingerprint != fingerprint:
             self.fail(channel, self.difference(peer, receive.fingerprint, fingerprint))
         else:
-            self.fail(
-                channel, MismatchError(peer, f"rank {peer} sent {nbytes} bytes where {receive.nbytes} were expected")
-            )
-
-    def no_room(self, peer: int, key: bytes, nbytes: int, stored: int) -> None:
-        self.failures.no_room(peer, key, nbytes, stored)
+            reason = f"rank {peer} sent {nbytes} bytes where {receive.nbytes} were expected"
+            self.fail(channel, MismatchError(peer, reason))
 
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
         if kind == GOODBYE:
@@ -429,9 +405,6 @@ class Endpoint:
 
     def post(self, action: Callback) -> None:
         self.progress.post(action)
-
-    def closing_frames(self, peer: int) -> bytes:
-        return self.failures.closing_frames(peer)
 
     def retire(self, sock: Any) -> None:
         self.progress.retire(sock)

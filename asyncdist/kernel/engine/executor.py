@@ -10,10 +10,12 @@ import itertools
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from asyncdist.base.callables import Callback
+from asyncdist.base.timers import TimerTable
+from asyncdist.config import Config
 from asyncdist.errors import GroupError, TransportUnavailableError
 from asyncdist.kernel.algorithms.schedule import Combine, Recv, Reduce, Schedule, Send
 from asyncdist.kernel.engine.operation import (
@@ -29,9 +31,11 @@ from asyncdist.kernel.engine.operation import (
     local_failure,
     senders,
 )
+from asyncdist.kernel.engine.transport_selector import TransportSelector
 from asyncdist.kernel.memory.buffers import Scratch
-from asyncdist.kernel.tracing.recorder import Entry
+from asyncdist.kernel.tracing.recorder import Entry, Recorder
 from asyncdist.kernel.transport.base import Link, MatchingQueue, Outgoing, Receive
+from asyncdist.net.process_identity import ProcessState
 
 _PAUSE_EACH = 10e-6
 """Seconds for each pending operation between two looks at all of them, so that these take little of the time."""
@@ -41,43 +45,71 @@ _MOST_HELD = 16
 call waits for a later call of its group, so the first of them go on in the end."""
 
 
-class Peers(Protocol):
-    """The part of the endpoint that the executor uses."""
+class EngineHost(Protocol):
+    """The endpoint, as the parts of the engine see it: each of them reaches the others through it."""
 
-    @property
-    def links(self) -> Mapping[int, Link]:
-        """The links that `link` has made."""
+    rank: int
+    config: Config
+    recorder: Recorder
+    timers: TimerTable
+    transport_selector: TransportSelector
+    links: dict[int, Link]
+    """The links that `link` has made."""
+    inboxes: dict[int, MatchingQueue]
+    lost_peers: dict[int, GroupError]
+    processes: Sequence[Mapping[str, Any] | None]
+    """The identities of all ranks' processes, by rank. Without them no process of a peer is known to have ended."""
+    operations: dict[bytes, Operation]
+    """The pending operations, by key."""
 
-    @property
-    def lost_peers(self) -> Mapping[int, GroupError]: ...
+    def assert_held(self) -> None:
+        """Check that the calling thread holds the lock of the world's `Progress`."""
 
-    @property
-    def inboxes(self) -> Mapping[int, MatchingQueue]: ...
+    def call_later(self, callback: Callback) -> None:
+        """Let a driver call a function without the lock, before the callbacks of operations that fail later."""
 
     def link(self, peer: int) -> Link: ...
 
     def inbox(self, peer: int) -> MatchingQueue: ...
 
+    def send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None: ...
+
+    def read_arrived(self, peer: int) -> None: ...
+
+    def watch(self, peer: int) -> None: ...
+
     def gone(self, peer: int) -> GroupError | None:
         """Return the error of a peer that is lost or has left the world; else None."""
 
+    def has_ended(self, peer: int) -> bool: ...
+
+    def state_of(self, peer: int) -> ProcessState | None: ...
+
+    def hears(self, peer: int) -> bool: ...
+
+    def silence_of(self, peer: int) -> float | None:
+        """Return the seconds since a peer was last heard; None if it is not watched."""
+
+    def connectivity_problem(self, peers: Iterable[int]) -> str:
+        """Describe why peers cannot be reached."""
+
     def fail(self, channel: Channel, error: GroupError) -> None: ...
+
+    def discard(self, prefix: bytes) -> None: ...
 
     def query_peers(self, operation: Operation, peers: Iterable[int]) -> None: ...
 
     def probe_waits(self, operation: Operation) -> None: ...
 
-    def timeout_error(self, operation: Operation) -> GroupError: ...
+    def pending_for(self, key: bytes) -> tuple[Operation | None, bool]: ...
 
-    def call_later(self, callback: Callback) -> None: ...
+    def timeout_error(self, operation: Operation) -> GroupError: ...
 
 
 class Executor:
     """Runs the operations of one rank. Called under the lock of the world's `Progress`.
 
     Args:
-        peers: The rank's endpoint.
-        scratch: Memory for what is received and then reduced.
         piece_nbytes: Bytes of a message that are received and reduced at a time.
 
     Attributes:
@@ -87,7 +119,7 @@ class Executor:
         any_source: The receives that take a message from any rank, by key.
     """
 
-    def __init__(self, peers: Peers, scratch: Scratch, piece_nbytes: int) -> None:
+    def __init__(self, peers: EngineHost, scratch: Scratch, piece_nbytes: int) -> None:
         self._peers = peers
         self._scratch = scratch
         self._piece_nbytes = max(64, piece_nbytes)

@@ -13,29 +13,23 @@ import functools
 import logging
 from collections.abc import Callable, Iterable
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
-from asyncdist.base.callables import Callback
 from asyncdist.base.descriptors import is_exhausted
-from asyncdist.base.timers import TimerTable
-from asyncdist.config import Config
 from asyncdist.errors import GroupAbortedError, GroupError, PeerLostError, TransportUnavailableError
 from asyncdist.kernel.engine.control_messages import (
-    ENDED,
     EXCLUDES,
     LEFT,
     MAX_CLOSING_FAILURES,
-    abort_notice,
     closing_frames,
     decode_abort,
+    encode_abort,
     ranks_to_notify,
 )
-from asyncdist.kernel.engine.executor import Executor
+from asyncdist.kernel.engine.executor import EngineHost, Executor
 from asyncdist.kernel.engine.operation import Channel, local_failure
-from asyncdist.kernel.engine.transport_selector import TransportSelector
-from asyncdist.kernel.tracing.recorder import Recorder
-from asyncdist.kernel.transport.base import Link, Outgoing
-from asyncdist.kernel.transport.wire_format import generation_of, is_earlier, name_of
+from asyncdist.kernel.transport.base import Outgoing, Transport
+from asyncdist.kernel.transport.wire_format import ABORT, generation_of, is_earlier, name_of, pack_key
 from asyncdist.net.detector import Liveness
 
 log = logging.getLogger("asyncdist")
@@ -48,53 +42,17 @@ _NOTIFY_AGAIN = 1.0
 """Seconds after which a notice is sent again if this process had no file descriptor for it."""
 
 
-class FailureHost(Protocol):
-    """The part of the endpoint that failures use."""
-
-    def assert_held(self) -> None:
-        """Check that the calling thread holds the lock of the world's `Progress`."""
-
-    def link(self, peer: int) -> Link: ...
-
-    def discard(self, prefix: bytes) -> None:
-        """Drop the messages of a group, by the first 8 bytes of their keys."""
-
-    def read_arrived(self, peer: int) -> None:
-        """Read what has arrived from a peer."""
-
-    def call_later(self, callback: Callback) -> None:
-        """Let a driver call a function, before the callbacks of operations that fail later."""
-
-    def silence_of(self, peer: int) -> float | None:
-        """Return the seconds since a peer was last heard; None if it is not watched."""
-
-    def connectivity_problem(self, peers: Iterable[int]) -> str:
-        """Describe why peers cannot be reached."""
-
-
 class GroupFailures:
     """The open groups, the failed groups and the lost peers of one rank.
 
     Args:
-        config: The settings of the world.
-        recorder: The flight recorder, written at a failure.
-        executor: The executor, whose operations fail with their groups.
-        selector: The transports; they forget a lost peer.
         host: The rank's endpoint.
+        executor: The executor, whose operations fail with their groups.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        recorder: Recorder,
-        executor: Executor,
-        selector: TransportSelector,
-        timers: TimerTable,
-        host: FailureHost,
-    ) -> None:
-        self._rank, self._world_size, self._config = recorder.rank, recorder.world_size, config
-        self._recorder, self._executor, self._selector, self._timers = recorder, executor, selector, timers
-        self._host = host
+    def __init__(self, host: EngineHost, executor: Executor) -> None:
+        self._host, self._executor, self._recorder = host, executor, host.recorder
+        self._rank, self._dump_dir = host.rank, host.config.dump_dir
         self.channels: dict[bytes, Channel] = {}
         """The open groups, by the first 8 bytes of their messages' keys."""
         self.ended: dict[bytes, GroupError | None] = {}
@@ -114,7 +72,8 @@ class GroupFailures:
         self._excluded_by: set[int] = set()
         self._generations: dict[bytes, int] = {}
         """The generations of the groups that have regrouped, by name: of the others no earlier frames exist."""
-        self._goodbye = LEFT
+        self.goodbye = LEFT
+        """What this rank says to peers when it leaves."""
 
     # -- groups --------------------------------------------------------------------------------
 
@@ -181,7 +140,7 @@ class GroupFailures:
         if channel.prefix in self.channels:
             self.failing.add(channel.prefix)
         # As it is before its operations fail. A driver writes it: the lock is held here, maybe by the thread that beats.
-        content = self._recorder.content(error.summary, with_stacks=True) if self._config.dump_dir else None
+        content = self._recorder.content(error.summary, with_stacks=True) if self._dump_dir else None
         self._host.call_later(functools.partial(self._tell, channel.name, error, content))
         for one in (channel, channel.sibling):
             if one is not None and one.error is None:
@@ -189,15 +148,15 @@ class GroupFailures:
                 self._discard(one, error)
                 self._executor.abandon(one, error)
         peers = ranks_to_notify(channel.members, self._rank, notified_by)
-        self.notify(peers, lambda peer: abort_notice(peer, channel.number, error, self._rank))
+        self.notify(peers, ABORT, pack_key(channel.number, 0, 0), encode_abort(error, self._rank))
         for follower in list(channel.followers):
             self.fail(follower, error)
 
     def _tell(self, name: str, error: GroupError, content: dict[str, Any] | None) -> None:
         """Log the failure of a group, and write the flight recorder."""
         log.info("rank %d: group %r failed: %s", self._rank, name, error.reason)
-        if content is not None and self._config.dump_dir is not None:
-            self._recorder.write(self._config.dump_dir, content)
+        if content is not None and self._dump_dir is not None:
+            self._recorder.write(self._dump_dir, content)
 
     def no_room(self, peer: int, key: bytes, nbytes: int, stored: int) -> None:
         """Fail the group of a message for which no receive is posted and no memory is left."""
@@ -232,20 +191,20 @@ class GroupFailures:
 
     # -- notices -------------------------------------------------------------------------------
 
-    def notify(self, peers: Iterable[int], notice: Callable[[int], Outgoing]) -> None:
-        """Send a notice to each peer that can be reached."""
+    def notify(self, peers: Iterable[int], kind: int, key: bytes, body: bytes) -> None:
+        """Send a control message to each peer that can be reached, in the order of the other messages."""
         for peer in peers:
             if not self.accepts_notices(peer):
                 continue
             try:
-                self._host.link(peer).send(notice(peer))
+                self._host.link(peer).send(Outgoing(peer, key, 0, memoryview(body), None, kind))
             except TransportUnavailableError:
                 pass
             except OSError as cause:
                 if not is_exhausted(cause):
                     raise
-                again = functools.partial(self.notify, [peer], notice)
-                self._timers.schedule(again, monotonic() + _NOTIFY_AGAIN, again)
+                again = functools.partial(self.notify, [peer], kind, key, body)
+                self._host.timers.schedule(again, monotonic() + _NOTIFY_AGAIN, again)
 
     def accepts_notices(self, peer: int) -> bool:
         """Return whether a peer is neither lost nor leaving."""
@@ -253,7 +212,7 @@ class GroupFailures:
 
     def on_abort(self, peer: int, key: bytes, body: bytes) -> GroupError:
         """Handle a peer's notice that a group has failed, and return the error that it names."""
-        error = decode_abort(body, peer, self._rank, self._host)
+        error = decode_abort(body, peer, self._host)
         channel = self.channels.get(key[:8])
         if channel is not None:
             self.fail(channel, error, notified_by=peer)
@@ -263,11 +222,7 @@ class GroupFailures:
 
     def closing_frames(self, peer: int) -> bytes:
         """Return the frames to write before a connection to a peer is closed: the failures of groups, then goodbye."""
-        return closing_frames(self.failed, self._rank, EXCLUDES if peer in self.lost_peers else self._goodbye)
-
-    def end_with_process(self) -> None:
-        """Set the goodbye to that of a process that ends without destroying its groups."""
-        self._goodbye = ENDED
+        return closing_frames(self.failed, self._rank, EXCLUDES if peer in self.lost_peers else self.goodbye)
 
     # -- peers ---------------------------------------------------------------------------------
 
@@ -287,7 +242,7 @@ class GroupFailures:
         if peer in self.lost_peers:
             return
         if peer in self.left:
-            if any(transport.may_receive_from(peer) for transport in self._selector.transports):
+            if any(transport.may_receive_from(peer) for transport in self._transports):
                 return  # data that the peer sent before it left may still arrive
             reason = self.left[peer]
         elif peer in self._excluded_by:
@@ -300,7 +255,7 @@ class GroupFailures:
         for channel in list(self.channels.values()):
             if peer in channel.members and (peer not in self.left or self._waits_for(channel, peer)):
                 self.fail(channel, error)
-        for transport in self._selector.transports:
+        for transport in self._transports:
             transport.disconnect(peer)
         self.observe(peer, Liveness.LOST, error.reason)
 
@@ -313,12 +268,17 @@ class GroupFailures:
         """Declare a peer lost after a grace period, unless a message explains the closed connection before."""
         self._host.assert_held()
         if peer not in self.lost_peers:
-            self._timers.schedule(peer, monotonic() + GRACE, functools.partial(self.lose_after_reading, peer, reason))
+            lose = functools.partial(self.lose_after_reading, peer, reason)
+            self._host.timers.schedule(peer, monotonic() + GRACE, lose)
 
     def lose_after_reading(self, peer: int, reason: str) -> None:
         """Declare a peer lost, unless a message explains its end that has arrived and has not been read yet."""
         self._host.read_arrived(peer)
         self.lost(peer, reason)
+
+    @property
+    def _transports(self) -> list[Transport]:
+        return self._host.transport_selector.transports
 
     def _waits_for(self, channel: Channel, peer: int) -> bool:
         last = set(channel.members) - {self._rank} <= self.lost_peers.keys()
@@ -335,9 +295,9 @@ class GroupFailures:
         reason = f"interrupted by {type(cause).__name__} in the middle of a transfer"
         error = GroupAbortedError(f"rank {self._rank} was {reason}", peer=self._rank)
         error.__cause__ = cause
-        self.lost_peers.update(dict.fromkeys(range(self._world_size), error))
+        self.lost_peers.update(dict.fromkeys(range(self._recorder.world_size), error))
         self._fail_all(error)
-        for transport in self._selector.transports:
+        for transport in self._transports:
             for peer in self.lost_peers:
                 transport.disconnect(peer)
 
@@ -348,7 +308,7 @@ class GroupFailures:
             peer=self._rank,
         )
         error.advice = ""
-        self.lost_peers.update(dict.fromkeys(range(self._world_size), error))
+        self.lost_peers.update(dict.fromkeys(range(self._recorder.world_size), error))
         for channel in self.channels.values():
             channel.error = channel.error or error
             self._executor.abandon(channel, error)

@@ -15,16 +15,15 @@ import logging
 import threading
 from collections.abc import Set
 from time import monotonic
-from typing import Protocol
 
 import msgpack
 
-from asyncdist.base.callables import Callback
 from asyncdist.base.daemon_threads import periodic_calls
-from asyncdist.errors import GroupError, PeerLostError, ranks
+from asyncdist.errors import GroupError, PeerLostError
+from asyncdist.kernel.engine.executor import EngineHost
 from asyncdist.kernel.engine.group_failures import GroupFailures
+from asyncdist.kernel.engine.operation import named
 from asyncdist.kernel.engine.progress import Progress
-from asyncdist.kernel.engine.transport_selector import TransportSelector
 from asyncdist.kernel.transport.base import Transport
 from asyncdist.kernel.transport.wire_format import HEARD, SUSPECT
 from asyncdist.net.detector import BEATS, SUSPECTED_AFTER, Detector, Liveness, Verdict
@@ -36,41 +35,18 @@ _MOST_WITNESSES = 8
 """The number of ranks that are asked about a suspect. Asking may open connections to them."""
 
 
-class HeartbeatHost(Protocol):
-    """The part of the endpoint that the heartbeat uses."""
-
-    def send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None: ...
-
-    def read_arrived(self, peer: int) -> None: ...
-
-    def state_of(self, peer: int) -> ProcessState | None: ...
-
-    def call_later(self, callback: Callback) -> None:
-        """Let a driver call a function: a log handler may take long, and the thread must go on beating."""
-
-
 class Heartbeat:
     """The heartbeats of one rank, and its detectors: one for each transport that carries heartbeats.
 
-    Args:
-        timeout: Seconds of silence after which a peer is lost; 0 for no heartbeats.
-        failures: Learns which peers are lost.
-        host: The rank's endpoint.
+    Nothing is logged on the thread that beats: a log handler may take long.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        timeout: float,
-        selector: TransportSelector,
-        failures: GroupFailures,
-        host: HeartbeatHost,
-    ) -> None:
-        self._rank, self._timeout, self._selector, self._failures = rank, timeout, selector, failures
-        self._host = host
-        beating = [transport for transport in selector.transports if transport.beats] if timeout else []
+    def __init__(self, host: EngineHost, failures: GroupFailures) -> None:
+        self._host, self._failures, self._rank, self._timeout = host, failures, host.rank, host.config.heartbeat
+        selector = host.transport_selector
+        beating = [transport for transport in selector.transports if transport.beats] if self._timeout else []
         self._detectors: dict[Transport, Detector] = {
-            transport: Detector(timeout, selector.on_host_of) for transport in beating
+            transport: Detector(self._timeout, selector.on_host_of) for transport in beating
         }
         self._progress: Progress | None = None
         # Held for a pulse, which must not write into the memory of a closed transport.
@@ -179,13 +155,13 @@ class Heartbeat:
             return f"{said}: {state.text}"
         if verdict.heard_by:
             return (
-                f"{said}, but {_ranks(verdict.heard_by)} heard it: its packets to rank {self._rank} are lost on the way"
+                f"{said}, but {named(verdict.heard_by)} heard it: its packets to rank {self._rank} are lost on the way"
             )
         if verdict.is_alone:
             return (
                 f"{said}, nor from any other rank over {transport.name}: the network of rank {self._rank} may be down"
             )
-        nobody = f", and {_ranks(verdict.unheard_by)} did not hear it either" if verdict.unheard_by else ""
+        nobody = f", and {named(verdict.unheard_by)} did not hear it either" if verdict.unheard_by else ""
         return f"{said}{nobody}: its process is stopped, a call holds its interpreter, or its host is unreachable"
 
     # -- suspects --------------------------------------------------------------------------------
@@ -198,7 +174,7 @@ class Heartbeat:
                 detector.excuse(peer, without_limit=state.is_traced)
             return
         heard = [other for other in detector.peers if other not in detector.suspects]
-        witnesses = dict.fromkeys([*self._selector.on_host_of(peer), *heard])
+        witnesses = dict.fromkeys([*self._host.transport_selector.on_host_of(peer), *heard])
         for witness in [each for each in witnesses if each not in (peer, self._rank)][:_MOST_WITNESSES]:
             self._host.send_unordered(witness, SUSPECT, bytes(12), msgpack.packb(peer))
 
@@ -228,7 +204,3 @@ def _unpack(body: bytes) -> object:
         return msgpack.unpackb(body)
     except (ValueError, msgpack.UnpackException):
         return None
-
-
-def _ranks(numbers: tuple[int, ...]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {ranks(numbers)}"

@@ -125,14 +125,7 @@ class Operation:
         "timeout", "work",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        channel: Channel,
-        plan: Plan,
-        work: Work,
-        timeout: float,
-        entry: Entry,
-    ) -> None:
+    def __init__(self, channel: Channel, plan: Plan, work: Work, timeout: float, entry: Entry) -> None:
         self.channel = channel
         self.name = entry.op
         self.sequence = entry.seq
@@ -157,13 +150,9 @@ class Operation:
 
     def failure(self, error: GroupError) -> GroupError:
         """Return the error of the channel with the details of this operation."""
-        channel = self.channel
+        channel, elapsed = self.channel, monotonic() - self.issued
         return error.during(
-            group=channel.name,
-            rank=channel.world_rank,
-            op=self.name,
-            seq=self.sequence,
-            elapsed=monotonic() - self.issued,
+            group=channel.name, rank=channel.world_rank, op=self.name, seq=self.sequence, elapsed=elapsed
         )
 
 
@@ -284,11 +273,12 @@ def waiting_for(operation: Operation) -> tuple[str, list[int]]:
     if sources == [-1]:
         return "waiting for any rank to send", []
     if sources:
-        words.append(f"waiting for data from {_name(sources)}")
+        words.append(f"waiting for data from {named(sources)}")
     if receivers:
-        words.append(f"waiting for {_name(receivers)} to take data")
+        words.append(f"waiting for {named(receivers)} to take data")
     return " and ".join(words) or "with nothing left to wait for", sorted(set(sources + receivers))
 
 
-def _name(numbers: list[int]) -> str:
+def named(numbers: Sequence[int]) -> str:
+    """Return ranks as words: ``"rank 3"``, ``"ranks 2-3"``."""
     return f"rank{'s' if len(numbers) > 1 else ''} {ranks(numbers)}"

@@ -36,8 +36,7 @@ from asyncdist.base.deadline import wait_until_set
 from asyncdist.errors import LoopThreadError, UsageError
 from asyncdist.kernel.engine.drivers.attempts import Attempts
 from asyncdist.kernel.engine.drivers.loop_driver import LoopDriver, LoopState
-from asyncdist.kernel.engine.drivers.promises import Promises
-from asyncdist.kernel.engine.drivers.turns import TIME_SLICE, Turns, give_back, holds
+from asyncdist.kernel.engine.drivers.turns import TIME_SLICE, Promises, Turns, give_back, holds
 from asyncdist.kernel.engine.machine import Finishable, Machine
 from asyncdist.kernel.transport.base import Wait
 
@@ -73,10 +72,6 @@ class Progress:
         self.promises = Promises(self._hand_over)
         # Bound here, because a forwarding method would cost each call a Python frame.
         self.attempt = Attempts(turns, self.loop_driver, self._hand_over).run
-
-    def serve_trio(self) -> None:
-        """Let trio tasks issue and await operations: an inline attempt ends after a time slice, as in an asyncio loop."""
-        self.turns.in_trio = True
 
     # -- for every thread ----------------------------------------------------------------------
 

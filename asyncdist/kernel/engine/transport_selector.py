@@ -38,7 +38,8 @@ class TransportSelector:
     def __init__(self, rank: int, transports: Sequence[Transport]) -> None:
         self._rank = rank
         self.transports = list(transports)
-        self._addresses: Sequence[Addresses] = ()
+        self.addresses: Sequence[Addresses] = ()
+        """The addresses of all ranks, by rank and transport."""
         self._reached: dict[str, list[set[int]]] = {}
         """The peers that each rank has reached, by transport and rank. A transport that does not probe has no entry."""
         self._processes: dict[int, Mapping[str, Any]] = {}
@@ -49,15 +50,11 @@ class TransportSelector:
 
     # -- start ---------------------------------------------------------------------------------
 
-    def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Store every rank's addresses, by rank."""
-        self._addresses = addresses
-
-    async def probe_peers(self, timeout: float) -> dict[str, list[int]]:
-        """Probe the peers with each transport; return the ranks reached, by transport."""
-        reached = {}
+    async def probe_peers(self, addresses: Sequence[Addresses], timeout: float) -> dict[str, list[int]]:
+        """Store every rank's addresses, by rank, and probe the peers; return the ranks reached, by transport."""
+        self.addresses, reached = addresses, {}
         for transport in self.transports:
-            peers = await transport.probe_peers([address.get(transport.name) for address in self._addresses], timeout)
+            peers = await transport.probe_peers([address.get(transport.name) for address in addresses], timeout)
             if peers is not None:
                 reached[transport.name] = peers
         return reached
@@ -81,28 +78,26 @@ class TransportSelector:
     def _transport_to(self, peer: int) -> Transport | None:
         """Return the preferred transport of those that reach a peer; None if none does."""
         for transport in self.transports:
-            address = self._addresses[peer].get(transport.name)
-            if (
-                address is not None
-                and transport.reaches(address)
-                and self._both_reach(transport.name, self._rank, peer)
-            ):
+            address = self.addresses[peer].get(transport.name)
+            if address is None or not transport.reaches(address):
+                continue
+            if self._both_reach(transport.name, self._rank, peer):
                 return transport
         return None
 
     def _used(self) -> set[Transport]:
         """Return the transports to all peers."""
-        selected = (self._transport_to(peer) for peer in range(len(self._addresses)) if peer != self._rank)
+        selected = (self._transport_to(peer) for peer in range(len(self.addresses)) if peer != self._rank)
         return {transport for transport in selected if transport is not None}
 
-    def unused(self) -> list[Transport]:
-        """Return the transports over which no peer sends to this rank."""
-        used = self._used()
-        return [transport for transport in self.transports if transport not in used]
+    def end_unused(self) -> None:
+        """Let the transports end to listen over which no peer sends to this rank."""
+        for transport in set(self.transports) - self._used():
+            transport.end_listening()
 
     def link(self, peer: int) -> Link:
         """Return a new link to a peer; raise TransportUnavailableError if no transport reaches it."""
-        transport, published = self._transport_to(peer), self._addresses[peer]
+        transport, published = self._transport_to(peer), self.addresses[peer]
         if transport is not None:
             return transport.link(peer, published[transport.name])
         own = [transport.name for transport in self.transports]
@@ -146,7 +141,7 @@ class TransportSelector:
     def local_size(self) -> int:
         """The number of ranks on this host: those that share memory, or whose processes this rank sees, or all ranks."""
         reached = [self._reached[each.name][self._rank] for each in self.transports if each.name in self._reached]
-        return max((len(peers) + 1 for peers in reached), default=len(self._processes) or len(self._addresses))
+        return max((len(peers) + 1 for peers in reached), default=len(self._processes) or len(self.addresses))
 
     def peer_cores(self, core: int) -> Iterable[tuple[int, int, bool]]:
         """Publish the core of the calling thread, which waits; return the cores of its peers: see `Transport.peer_cores`.

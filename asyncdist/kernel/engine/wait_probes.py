@@ -11,15 +11,15 @@ This module does no I/O: the clock, the timers and the sending are passed in.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgpack
 
 from asyncdist.base.ops import is_message
-from asyncdist.base.timers import TimerTable
 from asyncdist.errors import GroupError, MismatchError, OperationTimeoutError, ranks
+from asyncdist.kernel.engine.executor import EngineHost
 from asyncdist.kernel.engine.operation import Operation, awaited, waiting_for
 from asyncdist.kernel.transport.wire_format import PROBE, WAITING, pack_key
 
@@ -75,15 +75,8 @@ class Answer(NamedTuple):
         group = channel.sibling if channel.point_to_point and channel.sibling is not None else channel
         number = f"with tag {operation.sequence}" if is_message(operation.name) else f"#{operation.sequence}"
         peers = tuple(awaited(operation))
-        return cls(
-            f"{operation.name} {number}",
-            group.number,
-            channel.point_to_point,
-            operation.sequence,
-            peers,
-            False,
-            findings,
-        )
+        call, sequence = f"{operation.name} {number}", operation.sequence
+        return cls(call, group.number, channel.point_to_point, sequence, peers, False, findings)
 
     def pack(self, probe: bytes) -> bytes:
         """Return the answer to ``probe`` as bytes."""
@@ -121,33 +114,10 @@ class _Probe:
     reported: tuple[Finding, ...] = ()
 
 
-class ProbeHost(Protocol):
-    """The part of the endpoint that the probes use."""
-
-    rank: int
-    timers: TimerTable
-
-    @property
-    def operations(self) -> Mapping[bytes, Operation]:
-        """The pending operations, by key."""
-
-    def assert_held(self) -> None:
-        """Check that the calling thread holds the lock of the world's `Progress`."""
-
-    def pending_for(self, key: bytes) -> tuple[Operation | None, bool]:
-        """Return the operation with which to answer a probe about ``key``, and whether that collective is complete."""
-
-    def send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None: ...
-
-
 class WaitProbes:
-    """The probes of one rank. Called under the lock of its `Progress`.
+    """The probes of one rank. Called under the lock of its `Progress`."""
 
-    Args:
-        host: The rank's endpoint.
-    """
-
-    def __init__(self, host: ProbeHost, clock: Callable[[], float]) -> None:
+    def __init__(self, host: EngineHost, clock: Callable[[], float]) -> None:
         self._rank, self._operations, self._timers = host.rank, host.operations, host.timers
         self._host, self._clock = host, clock
         self._probes: dict[bytes, _Probe] = {}
@@ -243,10 +213,8 @@ class WaitProbes:
             operation, is_complete = self._host.pending_for(key)
             if is_complete or (operation is not None and operation.key == key):
                 return None
-        text = (
-            f"rank {message_rank} waits in {message.call} for rank {collective_rank}, which waits in {collective.call}"
-        )
-        return Finding(MISMATCH, message_rank, collective_rank, text)
+        waits = f"rank {message_rank} waits in {message.call} for rank {collective_rank}"
+        return Finding(MISMATCH, message_rank, collective_rank, f"{waits}, which waits in {collective.call}")
 
 
 def timeout_error(operation: Operation, findings: Iterable[Finding], problem: str) -> GroupError:

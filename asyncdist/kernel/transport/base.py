@@ -47,22 +47,8 @@ if TYPE_CHECKING:
     from asyncdist.kernel.transport.native import Native
 
 __all__ = [
-    "Address",
-    "Advance",
-    "DiscardReceive",
-    "Host",
-    "Link",
-    "MatchingQueue",
-    "MessageSource",
-    "Outgoing",
-    "Owner",
-    "Receive",
-    "Sleep",
-    "StalledMessage",
-    "Transport",
-    "UnexpectedMessage",
-    "Wait",
-    "copy_into",
+    "Address", "Advance", "DiscardReceive", "Host", "Link", "MatchingQueue", "MessageSource", "Outgoing", "Owner",
+    "Receive", "Sleep", "StalledMessage", "Transport", "UnexpectedMessage", "Wait", "copy_into",
 ]  # fmt: skip
 
 Address = Mapping[str, Any]
@@ -131,10 +117,6 @@ class Link(ABC):
     def connectivity_problem(self) -> str:
         """Describe a network problem that keeps messages from a peer that may be alive; empty if there is no problem."""
         return ""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Send goodbye if the peer still listens, and close every connection to it."""
 
 
 class Transport(ABC):

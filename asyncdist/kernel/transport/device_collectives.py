@@ -53,8 +53,6 @@ class DeviceContext:
     Attributes:
         host: CPU group with the same ranks.
         streams: The device and the group's communication stream.
-        rank: This rank in the group.
-        size: Number of ranks.
         others: All ranks in the group but this one.
         deadline: Monotonic time at which the current call, or the start of the backend, times out.
         inherited: By backend name, the objects that a larger group has split off for this one.

@@ -61,9 +61,8 @@ class ControlMessage(NamedTuple):
 
     def packed(self) -> torch.Tensor:
         head = _HEAD_OF_MESSAGE.pack(self.kind.encode(), self.number, self.nbytes, len(self.payload))
-        return torch.frombuffer(
-            bytearray((head + self.payload).ljust(CONTROL_MESSAGE_NBYTES, b"\0")), dtype=torch.uint8
-        )
+        message = bytearray((head + self.payload).ljust(CONTROL_MESSAGE_NBYTES, b"\0"))
+        return torch.frombuffer(message, dtype=torch.uint8)
 
     @classmethod
     def unpacked(cls, buffer: torch.Tensor) -> ControlMessage:
@@ -77,9 +76,7 @@ class ControlChannel:
 
     Args:
         control_group: CPU group for all control messages but the first.
-        peer: Rank of the other side in the group.
         number: The sender's number for the transfer.
-        nbytes: Size of the user's message.
         deadline: Monotonic time at which the transfer times out.
         first: Sends the sender's first control message, under the user's tag; None on the receiving side.
         sends: Whether this rank is the sender.

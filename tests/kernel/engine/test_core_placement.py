@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,6 +53,11 @@ class System:
 @pytest.fixture
 def system(monkeypatch):
     return lambda core, allowed=(0, 1): System(monkeypatch, core=core, allowed=allowed)
+
+
+def sleep_in(placement, sleep):
+    """Let a waker call ``sleep()`` where it would sleep."""
+    return placement.sleep(SimpleNamespace(sleep=lambda waits, seconds: sleep()), (), 1.0)
 
 
 def awake(cores, rank=-1):
@@ -134,10 +140,10 @@ def test_rank_is_on_its_home_core_only_while_it_sleeps(system):
     seen = system(core=0)
     placement = seen.placement(1, [(0, 0, True)])
     placement.settle()
-    assert placement.sleep(lambda: (seen.core, seen.mask)) == (1, {1})
+    assert sleep_in(placement, lambda: (seen.core, seen.mask)) == (1, {1})
     assert (seen.core, seen.mask) == (1, {0, 1})
     with pytest.raises(KeyboardInterrupt):
-        placement.sleep(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        sleep_in(placement, lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     assert seen.mask == {0, 1}
 
 
@@ -146,7 +152,7 @@ def test_home_core_that_is_no_longer_allowed_is_given_up(system):
     placement = seen.placement(1, [(0, 0, True)])
     placement.settle()
     seen.removed = 1
-    assert placement.sleep(lambda: "woken") == "woken"
+    assert sleep_in(placement, lambda: "woken") == "woken"
     assert (placement.home, seen.mask) == (None, {0, 1})
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +23,9 @@ class Machine:
     def __init__(self, monkeypatch):
         self.now, self.reading, self.pids = 0.0, Ticks(CORES, PIDS, 0, 0, 0), PIDS
         monkeypatch.setattr(core_use, "monotonic", lambda: self.now)
-        self.use = CoreUse(lambda: self.pids, lambda pids: self.reading)
+        monkeypatch.setattr(core_use, "read_ticks", lambda pids: self.reading)
+        monkeypatch.setattr(core_use, "pids_of_machine", lambda identities, rank: self.pids)
+        self.use = CoreUse(SimpleNamespace(processes=[None], rank=0))
         self.use.others_compete()
 
     def passes(self, *, ranks=0, others=0, seconds=1.0, cores=CORES, pids=PIDS):

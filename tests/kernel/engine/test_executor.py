@@ -22,39 +22,23 @@ def resumed(monkeypatch):
     return resumed
 
 
-@pytest.fixture
-def calls():
-    """Return a function that issues all-reduces on a rank, and one that checks their results."""
-
-    def issue(group, count=COUNT):
-        return [group.all_reduce(torch.full((3,), float(number))) for number in range(count)]
-
-    async def check(*works):
-        for together in zip(*works, strict=True):
-            first, *others = [await work for work in together]
-            assert all(torch.equal(first, other) for other in others)
-
-    return issue, check
+def issue(group, count=COUNT):
+    return [group.all_reduce(torch.full((3,), float(number))) for number in range(count)]
 
 
-async def test_turn_does_not_poll_each_of_the_collectives_that_wait_for_earlier_ones(resumed, calls):
-    issue, check = calls
+@pytest.mark.parametrize("more", [0, 1], ids=["turn", "further call"])
+async def test_turn_or_call_does_not_poll_each_of_the_collectives_that_wait_for_earlier_ones(resumed, more):
     async with world_of(2, transport="shm") as (first, second):
         works = issue(first)
         del resumed[:]
-        first.endpoint.progress.submit(lambda: None)
-        assert 0 < len(resumed) < COUNT / 4
-        await check(works, issue(second))
-
-
-async def test_issuing_a_collective_does_not_poll_the_pending_ones_twice(resumed, calls):
-    issue, check = calls
-    async with world_of(2, transport="shm") as (first, second):
-        works = issue(first)
-        del resumed[:]
-        works += issue(first, 1)
+        works += issue(first, more)
+        if not more:
+            first.endpoint.progress.submit(lambda: None)
+            assert resumed
         assert len(resumed) < COUNT / 4
-        await check(works, issue(second) + issue(second, 1))
+        for together in zip(works, issue(second) + issue(second, more), strict=True):
+            one, other = [await work for work in together]
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("nbytes", [12, 400_000])

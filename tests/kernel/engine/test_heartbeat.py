@@ -45,9 +45,10 @@ class Rank:
         self.job, self.rank, self.wires = job, rank, wires
         self.lost, self.leaving, self.read, self.states, self.observed = {}, set(), [], {}, []
         selector = SimpleNamespace(transports=list(wires), on_host_of=lambda peer: job.hosts.get(peer, ()))
+        self.transport_selector, self.config = selector, SimpleNamespace(heartbeat=job.timeout)
         self.read_arrived, self.state_of = self.read.append, self.states.get
         failures = SimpleNamespace(accepts_notices=self.accepts_notices, lost=self.lose, observe=self.observe)
-        self.heartbeat = Heartbeat(rank, job.timeout, selector, failures, self)
+        self.heartbeat = Heartbeat(self, failures)
 
     def accepts_notices(self, peer):
         return peer not in self.lost and peer not in self.leaving

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import math
 import select
 import signal
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +25,9 @@ from asyncdist.base.background_loop import background_loop
 from asyncdist.errors import GroupError, UsageError
 from asyncdist.kernel.engine import progress as progress_module
 from asyncdist.kernel.engine.drivers import attempts, home_loop, loop_driver, turns, waiting
-from asyncdist.kernel.engine.machine import READ
+from asyncdist.kernel.engine.drivers.loop_watcher import LoopWatcher
+from asyncdist.kernel.engine.drivers.turns import Promises
+from asyncdist.kernel.engine.machine import READ, WRITE
 from asyncdist.kernel.engine.progress import Progress
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.transport.base import Sleep
@@ -58,9 +62,10 @@ class WorkingGroup:
 class IdleMachine:
     """A machine that never moves, and calls ``complete`` when a thread other than its creator advances it."""
 
+    operations = acting = MappingProxyType({})
     timers = ()
 
-    def __init__(self, complete):
+    def __init__(self, complete=lambda: None):
         self.finished = []
         self.creator = threading.current_thread()
         self.asked_for_waits = threading.Event()
@@ -91,7 +96,37 @@ class IdleMachine:
         raise AssertionError(cause)
 
     def take_finished(self):
-        return []
+        finished, self.finished = self.finished, []
+        return finished
+
+    def close(self):
+        """Nothing is open."""
+
+
+class MachineWithSocket(IdleMachine):
+    """An idle machine whose peers signal on a socket."""
+
+    def __init__(self):
+        super().__init__()
+        self.sock, self.peer = socket.socketpair()
+
+    def close(self):
+        self.sock.close()
+        self.peer.close()
+
+
+@pytest.fixture
+def progress_of():
+    """Return a function that makes the `Progress` of a machine, which is closed after the test, as is the machine."""
+    with contextlib.ExitStack() as ending:
+
+        def make(machine):
+            ending.callback(machine.close)
+            progress = Progress(machine)
+            ending.callback(progress.close)
+            return progress
+
+        yield make
 
 
 class Gate:
@@ -131,7 +166,7 @@ def asleep(monkeypatch):
     return asleep
 
 
-def test_loop_that_completes_the_work_wakes_the_sleeping_inline_driver(asleep):
+def test_loop_that_completes_the_work_wakes_the_sleeping_inline_driver(asleep, progress_of):
     """The loop has found no inline driver and waits for the lock. A thread then becomes inline driver and sleeps."""
     flag = Flag()
 
@@ -140,7 +175,7 @@ def test_loop_that_completes_the_work_wakes_the_sleeping_inline_driver(asleep):
         flag.done = True
 
     machine = IdleMachine(complete)
-    progress = Progress(machine)
+    progress = progress_of(machine)
     progress.turns.lock = gate = Gate(machine.asked_for_waits)
     progress.ensure_driven()
     assert gate.reached.wait(PATIENCE)
@@ -148,14 +183,13 @@ def test_loop_that_completes_the_work_wakes_the_sleeping_inline_driver(asleep):
     progress.drive(flag, until)
     assert flag.done
     assert monotonic() < until, "no thread woke the driver"
-    progress.close()
 
 
-def test_thread_that_completes_the_work_before_the_first_sleep_wakes_the_driver(monkeypatch):
+def test_thread_that_completes_the_work_before_the_first_sleep_wakes_the_driver(monkeypatch, progress_of):
     """Another thread completes the work after the driver has announced its sleep, and before it sleeps."""
     flag = Flag()
     machine = IdleMachine(lambda: setattr(flag, "done", True))
-    progress = Progress(machine)
+    progress = progress_of(machine)
     sleep = progress.turns.sleep
 
     def sleep_late(waits, until):
@@ -169,7 +203,6 @@ def test_thread_that_completes_the_work_before_the_first_sleep_wakes_the_driver(
     progress.drive(flag, until)
     assert flag.done
     assert monotonic() < until, "no thread woke the driver"
-    progress.close()
 
 
 async def test_send_of_another_thread_does_not_leave_the_loop_asleep(eventually):
@@ -186,11 +219,11 @@ async def test_send_of_another_thread_does_not_leave_the_loop_asleep(eventually)
         await first.recv(into, 1, tag=1)
 
 
-class BusyMachine:
+class BusyMachine(IdleMachine):
     """A machine that moves at every turn. A turn lasts a tenth of a time slice."""
 
     def __init__(self):
-        self.finished = []
+        super().__init__()
         self.turns, self.clock, self.moves = 0, 0.0, True
 
     def step(self):
@@ -207,24 +240,8 @@ class BusyMachine:
             self.step()
             yield ()
 
-    def waits(self):
-        return []
-
     def busy(self):
         return self.moves
-
-    operations = acting = MappingProxyType({})
-    timers = ()
-
-    def next_deadline(self):
-        return math.inf
-
-    def expire(self, now):
-        pass
-
-    def take_finished(self):
-        finished, self.finished = self.finished, []
-        return finished
 
 
 def set_clock(monkeypatch, machine):
@@ -310,13 +327,11 @@ def test_waiting_call_spins_for_a_limited_time_and_yields_its_core_if_ranks_outn
     assert 500 < len(spread) <= 1000
 
 
-class SignallingMachine(IdleMachine):
-    """A machine whose peers signal on a socket, and that has no operations until `operations` and `acting` are set."""
+class SignallingMachine(MachineWithSocket):
+    """A machine that reads what peers signal when it is advanced."""
 
     def __init__(self):
-        super().__init__(lambda: None)
-        self.sock, self.peer = socket.socketpair()
-        self.operations, self.acting = {}, {}
+        super().__init__()
         self.advanced = []
 
     def advance(self, ready):
@@ -331,13 +346,9 @@ class SignallingMachine(IdleMachine):
 
 
 @pytest.fixture
-def signalled():
+def signalled(progress_of):
     machine = SignallingMachine()
-    progress = Progress(machine)
-    yield machine, progress
-    progress.close()
-    machine.sock.close()
-    machine.peer.close()
+    return machine, progress_of(machine)
 
 
 def test_call_does_not_run_inline_while_an_operation_needs_this_rank(signalled):
@@ -363,16 +374,13 @@ class ExpectingMachine(SignallingMachine):
 
 
 @pytest.fixture
-def expecting():
+def expecting(progress_of):
     """A machine that expects a message, its progress, and the list of the program's calls."""
     machine, calls = ExpectingMachine(), [object()]
-    progress = Progress(machine)
+    progress = progress_of(machine)
     progress.loop_driver.idle_watch.last_call = lambda: calls[-1]
     yield machine, progress, calls
     machine.acting = {}
-    progress.close()
-    machine.sock.close()
-    machine.peer.close()
 
 
 def test_loop_watches_for_an_expected_message_once_the_program_makes_no_calls(expecting, until):
@@ -540,8 +548,8 @@ def test_blocking_call_sleeps_for_a_limited_time_without_an_operation(signalled,
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_call_that_takes_long_yields_the_lock_to_another_threads_action(wait):
-    progress, machine = Progress(BusyMachine()), BusyMachine()
+def test_call_that_takes_long_yields_the_lock_to_another_threads_action(wait, progress_of):
+    progress, machine = progress_of(BusyMachine()), BusyMachine()
     progress.waiting.configure(math.inf, 0.0)
     ran = threading.Event()
 
@@ -556,26 +564,24 @@ def test_call_that_takes_long_yields_the_lock_to_another_threads_action(wait):
     assert not progress.attempt(schedule(), WorkingGroup(), 1, wait=wait)
     progress.submit(lambda: None)
     assert ran.wait(PATIENCE)
-    progress.close()
 
 
-def test_look_lets_a_driver_continue_only_if_there_is_something_to_drive(until):
+def test_look_lets_a_driver_continue_only_if_there_is_something_to_drive(until, progress_of):
     machine, callers = BusyMachine(), []
     machine.finished = [lambda: callers.append(threading.current_thread())]
-    progress = Progress(machine)
+    progress = progress_of(machine)
     progress.look(lambda: False)
     assert not progress.turns.inbox
     progress.look(lambda: True)
     until(lambda: callers)
     assert [thread.name for thread in callers] == ["asyncdist-runtime"]
-    progress.close()
 
 
-def test_look_runs_before_the_queued_actions_and_no_callback_in_its_thread(until):
+def test_look_runs_before_the_queued_actions_and_no_callback_in_its_thread(until, progress_of):
     """Another thread holds the lock, for example to start thousands of operations."""
     machine, order, callers = BusyMachine(), [], []
     machine.finished = [lambda: callers.append(threading.current_thread())]
-    progress = Progress(machine)
+    progress = progress_of(machine)
     with progress.turns.lock:
         for number in range(3):
             progress.turns.inbox.append(lambda number=number: order.append(number))
@@ -587,12 +593,11 @@ def test_look_runs_before_the_queued_actions_and_no_callback_in_its_thread(until
     until(lambda: callers and len(order) == 5)
     assert order == ["look", 0, 1, 2, "submitted"]
     assert looking not in callers
-    progress.close()
 
 
-def test_turn_runs_the_actions_that_were_there_at_its_start():
+def test_turn_runs_the_actions_that_were_there_at_its_start(progress_of):
     """Another thread may add actions as fast as this one runs them, and must not keep it."""
-    progress, order = Progress(BusyMachine()), []
+    progress, order = progress_of(BusyMachine()), []
 
     def act(number):
         order.append(number)
@@ -604,13 +609,12 @@ def test_turn_runs_the_actions_that_were_there_at_its_start():
             assert progress.turns.turn(None)
             assert order == list(range(turn + 1))
     progress.turns.inbox.clear()
-    progress.close()
 
 
-def test_signal_handler_waits_while_its_thread_sleeps_in_a_call(asleep):
+def test_signal_handler_waits_while_its_thread_sleeps_in_a_call(asleep, progress_of):
     """The call in the handler completes first, and the interrupted call is woken although its work completes in it."""
-    machine, outer, inner, order = IdleMachine(lambda: None), Flag(), Flag(), []
-    progress = Progress(machine)
+    machine, outer, inner, order = IdleMachine(), Flag(), Flag(), []
+    progress = progress_of(machine)
 
     def handler(*_):
         if not order:
@@ -640,32 +644,29 @@ def test_signal_handler_waits_while_its_thread_sleeps_in_a_call(asleep):
         other.join()
     assert monotonic() < until, "nothing woke the interrupted call"
     assert order == ["interrupted", "started", True]
-    progress.close()
 
 
-def test_callback_in_a_blocking_call_may_wait(until):
+def test_callback_in_a_blocking_call_may_wait(until, progress_of):
     """The driver that runs the callback is the thread itself."""
     flag, inner = Flag(), Flag()
-    machine = IdleMachine(lambda: None)
-    progress = Progress(machine)
+    machine = IdleMachine()
+    progress = progress_of(machine)
 
     def callback():
         progress.drive(inner, monotonic() + PATIENCE, lambda: setattr(inner, "done", True))
         flag.done = True
 
-    machine.take_finished = lambda: [machine.finished.pop()]
     progress.drive(flag, monotonic() + PATIENCE, lambda: machine.finished.append(callback))
     assert flag.done
     assert inner.done
-    progress.close()
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
-def test_interrupted_callback_leaves_the_others_to_run(raised, until):
+def test_interrupted_callback_leaves_the_others_to_run(raised, until, progress_of):
     """It leaves the call, and another driver continues what is pending."""
     flag, called, scheduled = Flag(), [], []
     machine = BusyMachine()
-    progress = Progress(machine)
+    progress = progress_of(machine)
 
     def interrupted():
         called.append("interrupted")
@@ -680,14 +681,13 @@ def test_interrupted_callback_leaves_the_others_to_run(raised, until):
         progress.drive(flag, monotonic() + PATIENCE, start)
     assert called == ["interrupted", "second", "interrupted", "last"]
     assert scheduled
-    progress.close()
 
 
 @pytest.mark.parametrize("caller", ["turn", "attempt", "submit"])
-def test_call_that_interrupts_a_turn_of_its_own_thread_is_refused_and_goes_on(caller):
+def test_call_that_interrupts_a_turn_of_its_own_thread_is_refused_and_goes_on(caller, progress_of):
     """A signal handler may run between any two instructions, also where its thread holds the lock."""
     machine, flag, started = BusyMachine(), Flag(), []
-    progress = Progress(machine)
+    progress = progress_of(machine)
 
     def handler():
         with pytest.raises(UsageError, match="set a flag"):
@@ -706,14 +706,13 @@ def test_call_that_interrupts_a_turn_of_its_own_thread_is_refused_and_goes_on(ca
         assert progress.attempt(schedule(), WorkingGroup(), 1, wait=True) is False
     progress.submit(lambda: None)
     assert started
-    progress.close()
 
 
 @pytest.mark.parametrize("seconds", [180e6, 1e12])
-def test_blocking_calls_sleep_with_timeouts_that_no_poll_and_no_lock_takes(seconds, asleep, until):
+def test_blocking_calls_sleep_with_timeouts_that_no_poll_and_no_lock_takes(seconds, asleep, until, progress_of):
     """The first thread sleeps in poll and the second one stands by, each with a limit of years."""
     work = Work()
-    progress = Progress(IdleMachine(lambda: None))
+    progress = progress_of(IdleMachine())
     work._progress = progress
     threads = [threading.Thread(target=work.wait, args=[seconds]) for _ in range(2)]
     threads[0].start()
@@ -726,16 +725,12 @@ def test_blocking_calls_sleep_with_timeouts_that_no_poll_and_no_lock_takes(secon
     for thread in threads:
         thread.join(PATIENCE)
         assert not thread.is_alive()
-    progress.close()
 
 
-class SocketMachine(IdleMachine):
+class SocketMachine(MachineWithSocket):
     """A machine that waits for a socket until `leave` retires it."""
 
-    def __init__(self):
-        super().__init__(lambda: None)
-        self.sock, self.peer = socket.socketpair()
-        self.retire = None
+    retire = None
 
     def waits(self):
         return [(self.sock.fileno(), READ)] if self.retire else []
@@ -749,14 +744,11 @@ class SocketMachine(IdleMachine):
 
 
 @pytest.fixture
-def socket_machine():
+def socket_machine(progress_of):
     machine = SocketMachine()
-    progress = Progress(machine)
+    progress = progress_of(machine)
     machine.retire = progress.retire
-    yield machine, progress
-    progress.close()
-    machine.sock.close()
-    machine.peer.close()
+    return machine, progress
 
 
 def test_socket_is_not_closed_while_a_loop_is_about_to_watch_it(socket_machine, monkeypatch, until):
@@ -894,3 +886,51 @@ async def test_failure_that_is_reported_without_the_lock_is_refused():
         with pytest.raises(AssertionError, match="pass it to submit"):
             zero.endpoint.lost(1, "the connection broke")
         assert zero.error is None
+
+
+def test_promise_belongs_to_its_thread_and_ends_with_a_hand_over():
+    handed_over = []
+    promises = Promises(lambda: handed_over.append(promises.is_made_here()))
+    elsewhere = []
+    with promises.make():
+        thread = threading.Thread(target=lambda: elsewhere.append(promises.is_made_here()))
+        thread.start()
+        thread.join()
+        with promises.make():
+            assert promises.is_made_here()
+        assert promises.is_made_here()
+        assert (elsewhere, handed_over) == ([False], [])
+    assert not promises.is_made_here()
+    assert handed_over == [False]
+
+
+def test_others_take_over_while_a_promise_is_withdrawn():
+    handed_over = []
+    promises = Promises(lambda: handed_over.append(promises.is_made_here()))
+    with promises.make(made=False):
+        assert handed_over == []
+    with promises.make():
+        with promises.make(made=False):
+            assert not promises.is_made_here()
+            assert handed_over == [False]
+        assert promises.is_made_here()
+    assert handed_over == [False, False]
+
+
+async def test_broken_connection_that_was_read_can_be_watched_for_writing(eventually):
+    """uvloop ends the watch of a descriptor whose connection was reset."""
+    events = []
+    watcher, loop = LoopWatcher(events.append), asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:
+        peer, _ = server.accept()
+        sock.setblocking(False)
+        watcher.watch(loop, {sock.fileno(): READ})
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.close()
+        await eventually(lambda: events)
+        # The loop may still be in the middle of the event.
+        await asyncio.sleep(0)
+        events.clear()
+        watcher.watch(loop, {sock.fileno(): READ | WRITE})
+        await eventually(lambda: sock.fileno() in events)
+        watcher.leave(loop)

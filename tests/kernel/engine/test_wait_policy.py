@@ -41,12 +41,19 @@ class Thread:
             self.run(TICK, delay=delay, slices=1)
 
 
-def test_rank_with_a_core_of_its_own_always_polls():
-    thread = Thread()
-    assert thread.run(5.0) is WaitMode.SPIN
-    # Threads of the system run for a moment now and then.
-    assert thread.run(5.0, delay=30e-6, slices=1) is WaitMode.SPIN
-    assert set(thread.modes) == {WaitMode.SPIN}
+@pytest.mark.parametrize(
+    ("mode", "delay", "slices"),
+    [
+        pytest.param(WaitMode.SPIN, 0.0, 0, id="a core of its own"),
+        pytest.param(WaitMode.SPIN, 30e-6, 1, id="threads of the system that run for a moment now and then"),
+        pytest.param(WaitMode.YIELD, 1e-3, 20, id="ranks that outnumber the cores, and wait for each other"),
+        pytest.param(WaitMode.SLEEP, 0.0, 0, id="no spinning"),
+    ],
+)
+def test_rank_always_waits_as_it_began(mode, delay, slices):
+    thread = Thread(mode)
+    thread.run(5.0, delay=delay, slices=slices)
+    assert set(thread.modes) == {mode}
 
 
 @pytest.mark.parametrize("polling", [WaitMode.SPIN, WaitMode.YIELD])
@@ -90,20 +97,10 @@ def test_short_delays_count_when_they_take_up_much_of_the_time():
     assert thread.run(18e-3, delay=1e-3, slices=20) is WaitMode.SLEEP
 
 
-def test_ranks_that_outnumber_the_cores_may_wait_for_each_other():
-    thread = Thread(WaitMode.YIELD)
-    assert thread.run(5.0, delay=1e-3, slices=20) is WaitMode.YIELD
-
-
 def test_delays_long_ago_do_not_count():
     """The first observation after minutes of computation, in which the thread lost its core now and then."""
     policy = WaitPolicy(WaitMode.SPIN)
     assert policy.observe(1000.0, 100.0, 0.5, 200) is WaitMode.SPIN
-
-
-def test_rank_without_spinning_always_sleeps():
-    thread = Thread(WaitMode.SLEEP)
-    assert thread.run(5.0) is WaitMode.SLEEP
 
 
 # -- what the drivers use ---------------------------------------------------------------------------

@@ -115,24 +115,27 @@ async def _await(work):
 
 
 async def test_cancelled_or_timed_out_waiter_does_not_cancel_the_operation(transport):
+    """A waiter is a coroutine that awaits the work, or a task of the work itself."""
     async with world_of(2, transport=transport) as (zero, one):
         for count in (4, LARGE):
-            first, second, third = (zero.all_reduce(ones(count)) for _ in range(3))
+            works = first, second, third, fourth = [zero.all_reduce(ones(count)) for _ in range(4)]
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(first, 0.01)
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.01):
                     await second
-            task = asyncio.ensure_future(_await(third))
-            await asyncio.sleep(0)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert not any(work.is_completed() for work in (first, second, third))
-            for _ in range(3):
+            other = asyncio.create_task(fourth)
+            for task in (asyncio.ensure_future(_await(third)), asyncio.create_task(fourth)):
+                await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            assert not any(work.is_completed() for work in works)
+            for _ in works:
                 await one.all_reduce(ones(count))
-            for work in (first, second, third):
+            for work in works:
                 assert (await work).eq(2).all()
+            assert (await other) is fourth.result()
             results = await asyncio.gather(zero.all_reduce(ones()), one.all_reduce(ones()))
             assert all(result.eq(2).all() for result in results)
 
@@ -193,18 +196,6 @@ async def test_asyncio_wait_in_another_loop_and_of_a_work_that_a_thread_complete
         here = asyncio.create_task(asyncio.wait({work}))
         await asyncio.get_running_loop().run_in_executor(threads, lambda: one.all_reduce(ones()).wait())
         assert await waiting == await here == ({work}, set())
-
-
-async def test_cancelled_task_of_a_work_does_not_cancel_the_operation(transport):
-    async with world_of(2, transport=transport) as (zero, one):
-        work = zero.all_reduce(ones())
-        first, second = asyncio.create_task(work), asyncio.create_task(work)
-        await asyncio.sleep(0)
-        first.cancel()
-        await asyncio.wait({first})
-        assert first.cancelled()
-        await one.all_reduce(ones())
-        assert (await second) is (await work)
 
 
 async def test_task_group_raises_the_failure_of_a_work(transport):
@@ -534,16 +525,6 @@ async def test_torch_future_completes_with_the_work(transport, threads):
         assert await loop.run_in_executor(threads, chained.wait)
 
 
-async def test_torch_future_raises_the_error_of_the_work(transport, threads):
-    async with world_of(2, transport=transport) as (zero, one):
-        works = zero.all_reduce(ones(3)), one.all_reduce(ones(4))
-        for work in works:
-            with pytest.raises(MismatchError):
-                await asyncio.get_running_loop().run_in_executor(threads, work.get_future().wait)
-            # The garbage collector does not see the error in a future, and the frames of its traceback hold the world.
-            work.exception().with_traceback(None)
-
-
 def test_get_future_returns_one_future_to_all_threads():
     work = Work()
     with ThreadPoolExecutor(8) as threads:
@@ -560,6 +541,7 @@ def test_get_future_returns_one_future_to_all_threads():
 async def test_every_way_of_waiting_raises_the_failure(transport, threads):
     async with world_of(2, transport=transport) as (zero, one):
         work, other = zero.all_reduce(ones(3)), one.all_reduce(ones(4))
+        futures = work.get_future(), other.get_future()
         for _ in range(2):
             with pytest.raises(MismatchError):
                 await work
@@ -571,8 +553,12 @@ async def test_every_way_of_waiting_raises_the_failure(transport, threads):
         assert not work.is_success()
         assert isinstance(work.exception(), MismatchError)
         assert "that failed (all_reduce #1" in repr(work)
-        with pytest.raises(MismatchError):
-            await asyncio.get_running_loop().run_in_executor(threads, other.wait)
+        for wait in (other.wait, *(future.wait for future in futures)):
+            with pytest.raises(MismatchError):
+                await asyncio.get_running_loop().run_in_executor(threads, wait)
+        # The garbage collector does not see the error in a future, and the frames of its traceback hold the world.
+        for each in (work, other):
+            each.exception().with_traceback(None)
 
 
 async def test_pending_operations_fail_when_the_group_is_destroyed(transport):
@@ -662,6 +648,7 @@ async def test_completed_work_serves_asyncio_as_a_completed_future_does(transpor
         assert await asyncio.shield(works[0]) is works[0].result()
         assert asyncio.isfuture(works[0])
         assert not asyncio.isfuture(pending)
+        assert not await asyncio.to_thread(asyncio.isfuture, works[0]), "outside a loop it is no future"
         together = asyncio.gather(works[0], pending)
         await asyncio.sleep(0)
         together.cancel()
@@ -671,13 +658,6 @@ async def test_completed_work_serves_asyncio_as_a_completed_future_does(transpor
             await asyncio.wait_for(pending, 0)
         await groups[1].send(torch.ones(1), 0)
         await pending
-
-
-async def test_completed_work_is_no_future_outside_a_loop(transport):
-    async with world_of(2, transport=transport) as groups:
-        works = [group.barrier() for group in groups]
-        await asyncio.gather(*works)
-        assert not await asyncio.to_thread(asyncio.isfuture, works[0])
 
 
 async def test_first_await_of_a_completed_work_returns_at_once_after_a_turn_of_the_loop(
@@ -692,7 +672,7 @@ async def test_first_await_of_a_completed_work_returns_at_once_after_a_turn_of_t
             await asyncio.sleep(0)
 
 
-async def test_future_of_a_completed_work_is_complete(transport):
+async def test_future_of_a_completed_or_failed_work_is_complete(transport):
     async with world_of(2, transport=transport) as groups:
         for _ in range(20):
             works = [group.all_reduce(ones()) for group in groups]
@@ -701,9 +681,6 @@ async def test_future_of_a_completed_work_is_complete(transport):
                 future = work.get_future()
                 assert future.done()
                 assert future.value() is work.result()
-
-
-def test_future_of_a_failed_work_is_complete():
     failed: Work = Work()
     failed.finish(error=GroupError("for the test"))
     future = failed.get_future()

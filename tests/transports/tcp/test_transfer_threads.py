@@ -72,24 +72,24 @@ async def test_messages_behind_the_one_that_a_thread_sends_keep_their_order():
 
 
 @pytest.mark.parametrize(
-    ("config", "count", "sends"),
-    [(NEVER, 2 * COUNT, False), (ALWAYS, LENT_NBYTES // 8, False), (ALWAYS, 2 * COUNT, True)],
+    ("config", "compete", "count", "sends"),
+    [
+        pytest.param(NEVER, True, 2 * COUNT, False, id="turned off"),
+        pytest.param(ALWAYS, False, LENT_NBYTES // 8, False, id="small messages"),
+        pytest.param(ALWAYS, False, 2 * COUNT, True, id="turned on"),
+        pytest.param(Config(), False, 2 * COUNT, False, id="no other programs"),
+        pytest.param(Config(), True, 2 * COUNT, True, id="other programs compete"),
+    ],
 )
-async def test_threads_move_large_messages_if_they_are_turned_on(config, count, sends):
+async def test_threads_move_large_messages_if_they_are_turned_on_or_other_programs_compete(
+    config, compete, count, sends
+):
     earlier = at_work()
     async with world_of(2, transport="tcp", config=config) as groups:
-        await asyncio.gather(*(group.all_reduce(torch.ones(count)) for group in groups))
-        assert bool(set(at_work()).difference(earlier)) is sends
-
-
-@pytest.mark.parametrize("compete", [False, True])
-async def test_threads_move_large_messages_while_other_programs_compete(compete):
-    earlier = at_work()
-    async with world_of(2, transport="tcp", config=Config()) as groups:
         for group in groups:
             group.endpoint.others_compete = lambda: compete
-        await asyncio.gather(*(group.all_reduce(torch.ones(2 * COUNT)) for group in groups))
-        assert bool(set(at_work()).difference(earlier)) is compete
+        await asyncio.gather(*(group.all_reduce(torch.ones(count)) for group in groups))
+        assert bool(set(at_work()).difference(earlier)) is sends
 
 
 async def test_abort_gives_the_memory_back_while_a_thread_sends(eventually):

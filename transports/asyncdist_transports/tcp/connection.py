@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import socket
 import ssl
@@ -75,16 +76,10 @@ class Outbound:
     """A connection that this rank opens to send to a peer."""
 
     def __init__(
-        self,
-        peer: int,
-        lane: int,
-        where: tuple[str, int],
-        owner: ConnectionOwner,
-        tls: ssl.SSLContext | None = None,
+        self, peer: int, lane: int, where: tuple[str, int], owner: ConnectionOwner, tls: ssl.SSLContext | None = None
     ) -> None:
         self.peer = peer
-        self._owner = owner
-        self._lender = Lender(owner.threads, self.go_on)
+        self._lender = Lender(owner.threads, functools.partial(owner.go_on, self))
         self._tls = tls
         self._lane = lane
         self._where = where
@@ -186,10 +181,6 @@ class Outbound:
                 return False
             self.queue.pop()
         return self.writer.send(message)
-
-    def go_on(self) -> None:
-        """Go on after a thread has sent a message."""
-        self._owner.go_on(self)
 
     def _flush(self) -> bool:
         return self._lender.transfer is None and (self._lend() or self.writer.flush())
@@ -297,7 +288,7 @@ class Inbound:
         host = self._host = owner.host
         self._sock: Connected = sock if tls is None else TlsSocket(sock, tls, serves=True)
         self._owner = owner
-        self._lender = Lender(owner.threads, self.go_on)
+        self._lender = Lender(owner.threads, functools.partial(owner.go_on, self))
         self._securing = tls is not None
         self.peer: int | None = None
         # Meaningful once `peer` is known.
@@ -374,19 +365,12 @@ class Inbound:
         read_all(self._sock, self._reader, True)
         return True
 
-    def go_on(self) -> None:
-        """Go on after a thread has received a message."""
-        self._owner.go_on(self)
-
     def _lend(self) -> bool:
-        lends = (
-            isinstance(self._sock, socket.socket)
-            and self._reader is not None
-            and self._lender.lends_receive(self._reader, self._sock)
-        )
-        if lends:
-            self._wake_at(1)
-        return lends
+        sock, reader = self._sock, self._reader
+        if not (isinstance(sock, socket.socket) and reader and self._lender.lends_receive(reader, sock)):
+            return False
+        self._wake_at(1)
+        return True
 
     def _wake_at(self, nbytes: int) -> None:
         """Let the socket be ready to read when this many bytes have arrived.

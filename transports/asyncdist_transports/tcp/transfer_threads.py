@@ -37,22 +37,15 @@ class Transfer:
     """A message that a thread sends or receives.
 
     Args:
-        message: The message.
         move: Moves some of its bytes and returns whether any are left. Raises BlockingIOError, and OSError or Ended at the
             end of the connection.
-        sock: The connection's socket.
         events: The poll events on which the thread waits for the connection.
         lender: Gets the message back: from the thread at its end, also after an error of the socket, unless `stop` was
             called before.
     """
 
     def __init__(
-        self,
-        message: Outgoing | Receive,
-        move: Predicate,
-        sock: socket.socket,
-        events: int,
-        lender: Lender,
+        self, message: Outgoing | Receive, move: Predicate, sock: socket.socket, events: int, lender: Lender
     ) -> None:
         self.message: Outgoing | Receive | None = message
         """None after `stop`: the thread may wait for the connection for some time, and keeps no memory alive."""
@@ -110,11 +103,7 @@ class Transfer:
 
 
 class TransferThreads:
-    """The threads of one rank that send and receive. They start with the first message that is worth one.
-
-    Args:
-        host: The rank.
-    """
+    """The threads of one rank that send and receive. They start with the first message that is worth one."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -151,7 +140,6 @@ class Lender:
     """Lends the messages of one direction of a connection to threads, one after the other.
 
     Args:
-        threads: The threads of the rank.
         go_on: Called under the driver's lock after a thread has ended, unless it was stopped.
 
     Attributes:

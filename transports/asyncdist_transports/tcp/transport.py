@@ -58,18 +58,15 @@ class TcpTransport(Transport):
         self._unauthenticated: EvictingQueue[Inbound] = EvictingQueue(most, self._evict)
         self._refusals = RefusalLog(log, f"rank {host.rank}")
         contexts = tls.rank_contexts(host.config)
-        self.threads = TransferThreads(host)
         self._accepting = contexts[0] if contexts else None
         self._dialling = contexts[1] if contexts else None
+        self.is_encrypted = contexts is not None
+        """Whether the connections use TLS."""
+        self.threads = TransferThreads(host)
 
     @classmethod
     def probe(cls) -> str | None:
         return None
-
-    @property
-    def is_encrypted(self) -> bool:
-        """Whether the connections use TLS."""
-        return self._dialling is not None
 
     # -- opening and closing -------------------------------------------------------------------
 
@@ -128,7 +125,7 @@ class TcpTransport(Transport):
     def advance(self, ready: Iterable[int] | None) -> bool:
         moved = False
         if ready is None:
-            encrypted = self._dialling is not None
+            encrypted = self.is_encrypted
             # One poll costs less than a read from each of several sockets. It does not report decrypted bytes.
             polls = self._inbound > 1 and not encrypted
             for connection in list(self.connections.values()):
@@ -205,9 +202,7 @@ class TcpTransport(Transport):
     def busy(self) -> bool:
         # Called without the driver lock too, hence the copy.
         for connection in list(self.connections.values()):
-            if type(connection) is Outbound and (
-                connection.queue or (self._dialling is not None and connection.unsent)
-            ):
+            if type(connection) is Outbound and (connection.queue or (self.is_encrypted and connection.unsent)):
                 return True
         return False
 
@@ -361,8 +356,3 @@ class TcpLink(Link):
     def _open(self, lane: int) -> Outbound:
         connection = self._lanes[lane] = self._transport.open(self.peer, lane, self._where)
         return connection
-
-    def close(self) -> None:
-        for connection in self._lanes.values():
-            if not connection.closed:
-                self._transport.drop(connection, say_goodbye=True)

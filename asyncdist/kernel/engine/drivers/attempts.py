@@ -22,7 +22,6 @@ class Attempts:
     """The attempts of one rank to complete a collective at once.
 
     Args:
-        turns: The turns of the rank's machine.
         hand_over: Lets other drivers continue what is pending.
     """
 

@@ -20,11 +20,12 @@ import contextlib
 import ctypes
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
-from typing import TypeVar
 
 from asyncdist.base.cores import threads_per_core
+from asyncdist.base.waker import Waker
+from asyncdist.kernel.transport.base import Wait
 
 _LOAD_EVERY = 0.05
 """Seconds between two looks at the load of the machine."""
@@ -35,8 +36,6 @@ _PAUSE = 0.02
 
 PeerCores = Callable[[int], Iterable[tuple[int, int, bool]]]
 """Publishes this rank's core; returns for each peer on this host its rank, its core (-1 if unknown) and if it sleeps."""
-
-_Result = TypeVar("_Result")
 
 
 def _core_finder() -> Callable[[], int] | None:
@@ -103,17 +102,17 @@ class CorePlacement:
             target = self._target(core, cores)
             self.home = core if target is None else target
 
-    def sleep(self, sleep: Callable[[], _Result]) -> _Result:
-        """Call a function in which the calling thread sleeps, and keep the thread on `home` during the call."""
+    def sleep(self, waker: Waker, waits: Sequence[Wait], seconds: float) -> list[int] | None:
+        """Sleep as `Waker.sleep` does, and keep the calling thread on `home` during that time."""
         allowed = os.sched_getaffinity(0)
         try:
             os.sched_setaffinity(0, {self.home or 0})
         # The core has been removed from the mask.
         except OSError:
             self.home = None
-            return sleep()
+            return waker.sleep(waits, seconds)
         try:
-            return sleep()
+            return waker.sleep(waits, seconds)
         finally:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, allowed)

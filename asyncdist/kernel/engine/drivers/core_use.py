@@ -7,11 +7,12 @@ code delay each other too. Linux counts processor time in ticks, so a reading co
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from time import monotonic
 from typing import NamedTuple
 
-from asyncdist.net.process_identity import processor_ticks
+from asyncdist.kernel.engine.executor import EngineHost
+from asyncdist.net.process_identity import pids_of_machine, processor_ticks
 
 _LOOK_EVERY = 0.3
 """Seconds between two readings, at least."""
@@ -32,17 +33,10 @@ class Ticks(NamedTuple):
 
 
 class CoreUse:
-    """The use of the cores on which this process may run.
+    """The use of the cores on which the process of ``host`` may run."""
 
-    Args:
-        pids: Returns the processes of the ranks on this machine, with this one; None if some are not visible.
-        read: Returns a reading for these processes; None if the system does not count.
-    """
-
-    def __init__(
-        self, pids: Callable[[], Iterable[int] | None], read: Callable[[Iterable[int]], Ticks | None] | None = None
-    ) -> None:
-        self._pids, self._read = pids, read or read_ticks
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
         self._look_at = 0.0
         self._before: Ticks | None = None
         self.compete = False
@@ -57,8 +51,9 @@ class CoreUse:
         return self.compete
 
     def _look(self) -> None:
-        pids = self._pids()
-        before, self._before = self._before, None if pids is None else self._read(pids)
+        host = self._host
+        pids = pids_of_machine(host.processes, host.rank) if host.processes else [os.getpid()]
+        before, self._before = self._before, None if pids is None else read_ticks(pids)
         after = self._before
         if before is None or after is None or (before.cores, before.pids) != (after.cores, after.pids):
             self.compete = False

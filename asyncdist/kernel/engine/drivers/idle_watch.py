@@ -23,10 +23,6 @@ class IdleWatch:
     ``last_call()`` with its value one period before. The loop watches the descriptors only after a period without a call,
     and stops at the first event on one of them after a call.
 
-    Args:
-        turns: The turns of the machine whose descriptors the loop watches.
-        loop_watcher: The watcher of the machine's `Progress`, which drives the machine when a descriptor is ready.
-
     Attributes:
         last_call: Returns an object that differs from one call to the next; None until `Endpoint.finalize` sets it.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import operator
 import threading
 from collections import deque
@@ -60,7 +60,7 @@ class Turns:
         turning: The thread that is in a turn; 0 for none. Code that interrupts it there must not wait for the lock.
         attempting: The thread that makes an attempt; 0 for none.
         slice_exhausted: Whether this turn of the loop has used up its time slice.
-        in_trio: Whether trio tasks issue operations.
+        in_trio: Whether trio tasks issue and await operations. An inline attempt then ends after a time slice.
     """
 
     def __init__(self, machine: Machine, schedule_loop: Callback) -> None:
@@ -184,7 +184,7 @@ class Turns:
             seconds = min(until, self.machine.next_deadline()) - monotonic()
             if seconds <= 0:
                 return None
-            return self.waiting.sleep(functools.partial(waker.sleep, waits, seconds))
+            return self.waiting.sleep(waker, waits, seconds)
         finally:
             self.sleeping = False
 
@@ -192,3 +192,40 @@ class Turns:
         """Wake an inline driver that has been asleep since before this turn: the turn may have completed its work."""
         if self.sleeping and (waker := self.waker) is not None:
             waker.ring()
+
+
+class Promises:
+    """The threads that have promised to drive what they start, so that it does not wake the event loop. Thread-safe.
+
+    Args:
+        hand_over: Called at the end of each promise: lets another driver continue what is pending.
+    """
+
+    def __init__(self, hand_over: Callback) -> None:
+        self._hand_over = hand_over
+        self._threads: set[int] = set()
+
+    def is_made_here(self) -> bool:
+        """Return whether the calling thread has made a promise."""
+        return bool(self._threads) and get_ident() in self._threads
+
+    @contextlib.contextmanager
+    def make(self, *, made: bool = True) -> Iterator[None]:
+        """Let the calling thread promise, within this context, to wait for each operation that it starts.
+
+        It does nothing else that lasts. Without ``made`` it has made no promise there: it waits for something else.
+        """
+        thread = get_ident()
+        before = thread in self._threads
+        self._set(thread, made)
+        try:
+            yield
+        finally:
+            self._set(thread, before)
+
+    def _set(self, thread: int, made: bool) -> None:
+        if made:
+            self._threads.add(thread)
+        elif thread in self._threads:
+            self._threads.discard(thread)
+            self._hand_over()

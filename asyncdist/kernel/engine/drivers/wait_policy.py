@@ -50,7 +50,6 @@ class WaitPolicy:
         self.polling = self.mode = polling
         self._pause = 0.0
         self._since = -LONGEST_PAUSE
-        self._share_from = 0.0
         self._share_time = self._share_delay = 0.0
 
     def observe(self, now: float, elapsed: float, delay: float, slices: int) -> WaitMode:

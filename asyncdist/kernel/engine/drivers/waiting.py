@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from threading import get_ident
 from time import monotonic
-from typing import TypeVar
 
 from asyncdist.base.callables import Callback
 from asyncdist.base.cores import run_delay
+from asyncdist.base.waker import Waker
 from asyncdist.kernel.engine.drivers.core_placement import CorePlacement
 from asyncdist.kernel.engine.drivers.wait_policy import WaitMode, WaitPolicy
-
-_Result = TypeVar("_Result")
+from asyncdist.kernel.transport.base import Wait
 
 _yield_core: Callback = getattr(os, "sched_yield", lambda: None)
 MOST_POLLS = 512
@@ -126,7 +125,9 @@ class Waiting:
             self._spread_at = now + LOOK_EVERY
             self._placement.spread()
 
-    def sleep(self, sleep: Callable[[], _Result]) -> _Result:
-        """Call a function in which the calling thread sleeps. Called without the lock."""
+    def sleep(self, waker: Waker, waits: Sequence[Wait], seconds: float) -> list[int] | None:
+        """Sleep as `Waker.sleep` does, on the home core if this rank has one. Called without the lock."""
         placement = self._placement
-        return sleep() if placement is None or placement.home is None else placement.sleep(sleep)
+        if placement is None or placement.home is None:
+            return waker.sleep(waits, seconds)
+        return placement.sleep(waker, waits, seconds)
