@@ -24,7 +24,14 @@ from asyncdist.kernel.collectives.first_rail import GATHERS
 from asyncdist.kernel.collectives.group_context import GroupContext, Lane, fingerprint, segments
 from asyncdist.kernel.collectives.recorded import LocalCopy, Recording, recorded_blocks
 from asyncdist.kernel.engine.operation import Plan
-from asyncdist.kernel.memory.buffers import NOTHING, Memory, copy_overlapping_rows, dtype_number, flat_memory
+from asyncdist.kernel.memory.buffers import (
+    NOTHING,
+    Memory,
+    block_memories,
+    copy_overlapping_rows,
+    dtype_number,
+    flat_memory,
+)
 from asyncdist.kernel.transport.native import CallSignature
 from asyncdist.kernel.transport.wire_format import RUNS
 
@@ -134,7 +141,7 @@ def _all_gather(
 
     def parts(outputs: Any, inputs: Any) -> Iterable[Schedule]:
         columns = [(outputs, inputs)] if len(rows) == 1 else zip(outputs, inputs, strict=True)
-        memories = [(group.blocks(blocks), flat_memory(own)) for blocks, own in columns]
+        memories = [(block_memories(blocks, group.size), flat_memory(own)) for blocks, own in columns]
         memories = copy_overlapping_rows(memories, group.size, group.rank)
         for blocks, own in memories:
             blocks[group.rank].tensor.copy_(own.tensor)
