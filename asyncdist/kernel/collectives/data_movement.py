@@ -122,7 +122,8 @@ def _all_gather(
     dtype, total = rows[0][1].dtype, sum(map(sum, counts))
     collective = Collective.all_gather if len(rows) == 1 else Collective.all_gather_coalesced
     nbytes, equal = total * dtype.itemsize, len(rows) == 1 and len(set(counts[0])) == 1
-    over_links, hierarchical = group.uses_links("all_gather"), group.hierarchical_for("all_gather")
+    hierarchical = group.hierarchical_for("all_gather")
+    over_links = hierarchical is None and (group.native is None or "all_gather" in group.forced)
     if over_links and group.choose("all_gather", nbytes, contiguous=contiguous) == "doubling":
         layout.append(RUNS)
     call = fingerprint(collective, dtype, total, None, None, tuple(layout))

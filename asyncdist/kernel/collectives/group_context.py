@@ -85,10 +85,6 @@ class GroupContext:
 
     # -- plans ---------------------------------------------------------------------------------
 
-    def uses_links(self, collective: str) -> bool:
-        """Return whether a collective only sends messages. A forced algorithm does."""
-        return collective in self.forced or (self.native is None and self.hierarchical is None)
-
     def in_memory(self, signature: CallSignature, nbytes: int, arrange: Arrange | None = None) -> MemoryPlan | None:
         """Return the plan of a call in memory that all members reach; None if the collective uses links."""
         # The name of a member of an enumeration takes a Python frame.

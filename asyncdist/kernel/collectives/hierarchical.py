@@ -45,6 +45,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 
 from asyncdist.base.ops import Collective
 from asyncdist.kernel.algorithms import pairwise, recursive_doubling, ring, tree
@@ -85,7 +86,7 @@ class HierarchicalCollectives:
     window = 4
 
     def __init__(self, layout: NodeLayout, native: Native | None, model: Model, scratch: Scratch) -> None:
-        self._layout = layout
+        self._layout, self._native = layout, native
         self._node = NodeCollectives(layout, native)
         self._model = model
         self._scratch = scratch
@@ -99,16 +100,20 @@ class HierarchicalCollectives:
 
     def open(self) -> None:
         """Make the native collectives of this rank available to the members of its node."""
-        self._node.open()
+        if self._native is not None:
+            self._native.open()
 
     def close(self) -> None:
         """Release the resources of the native collectives."""
-        self._node.close()
+        if self._native is not None:
+            self._native.close()
 
     def _numbered(self, parts: Iterable[tuple[int, Part]]) -> Iterator[Schedule]:
         """Reserve the numbers of all parts, each of which comes with its count of native collectives; return schedules."""
         counted = list(parts)
-        return _begun(counted, self._reserve(sum(natives for natives, _ in counted)))
+        natives = [count for count, _ in counted]
+        numbers = accumulate(natives, initial=self._reserve(sum(natives)))
+        return (part(number) for (_, part), number in zip(counted, numbers, strict=False))
 
     def _reserve(self, natives: int) -> int:
         """Reserve the numbers of native collectives; return the first."""
@@ -379,10 +384,3 @@ class HierarchicalCollectives:
     def barrier(self, call: int) -> Schedule:
         """Return the only part of a barrier."""
         return self._small.barrier(call, self._reserve(self._small.NUMBERS))
-
-
-def _begun(parts: Iterable[tuple[int, Part]], number: int) -> Iterator[Schedule]:
-    """Yield the schedules of parts whose native collectives have the numbers from ``number`` on."""
-    for natives, part in parts:
-        yield part(number)
-        number += natives
