@@ -1,12 +1,13 @@
-"""Tests whose body runs on every rank of a world in this process, and what they look at in a group."""
+"""Tests whose body runs on every rank of a world in this process, cases on all ranks, and what tests look at in a group."""
 
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from asyncdist.testing.cluster import run_ranks, world_of
+from asyncdist.testing.collective_cases import CollectiveCase
 
 
 def on_ranks(size: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -38,3 +39,18 @@ def on_ranks(size: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def native_of(group: Any) -> Any:
     """Return the native collectives of a group, such as those in shared memory."""
     return group.context.native
+
+
+async def run_cases(groups: Sequence[Any], cases: Iterable[CollectiveCase]) -> None:
+    """Run each case on all groups, one case after the other."""
+    for case in cases:
+        await run_at_once(groups, [case])
+
+
+async def run_at_once(groups: Sequence[Any], cases: Iterable[CollectiveCase]) -> None:
+    """Start all cases on all groups, and await them in the reverse order."""
+    started = list(cases)
+    works = [work for case in started for group in groups for work in case.start(group)]
+    await asyncio.gather(*reversed(works))
+    for case in started:
+        case.check()

@@ -60,9 +60,9 @@ def all_gather(rank: int, size: int, blocks: Blocks) -> Schedule:
         yield step
 
 
-def all_gather_cost(size: int, nbytes: int) -> Cost:
-    """Return the cost of `all_gather` of ``nbytes``, all blocks together."""
-    return _one_round(size, nbytes)
+def one_round_cost(size: int, nbytes: int) -> Cost:
+    """Return the cost of `all_gather`, `gather` or `scatter` of ``nbytes``, all blocks together."""
+    return Cost() if size == 1 else Cost(rounds=1, messages=size - 1, nbytes=(size - 1) * nbytes / size)
 
 
 def gather(rank: int, size: int, root: int, own: Place, blocks: Blocks) -> Schedule:
@@ -78,14 +78,9 @@ def gather(rank: int, size: int, root: int, own: Place, blocks: Blocks) -> Sched
         yield step
 
 
-def gather_cost(size: int, nbytes: int) -> Cost:
-    """Return the cost of `gather` of ``nbytes``, all blocks together."""
-    return _one_round(size, nbytes)
-
-
 def reduce_cost(size: int, nbytes: int) -> Cost:
     """Return the cost of `reduce_scatter` followed by `gather` of the reduced blocks, which together reduce to a root."""
-    return reduce_scatter_cost(size, nbytes) + gather_cost(size, nbytes)
+    return reduce_scatter_cost(size, nbytes) + one_round_cost(size, nbytes)
 
 
 def scatter(rank: int, size: int, root: int, own: Place, blocks: Blocks) -> Schedule:
@@ -101,11 +96,6 @@ def scatter(rank: int, size: int, root: int, own: Place, blocks: Blocks) -> Sche
         yield step
 
 
-def scatter_cost(size: int, nbytes: int) -> Cost:
-    """Return the cost of `scatter` of ``nbytes``, all blocks together."""
-    return _one_round(size, nbytes)
-
-
 def _circle(rank: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield the ranks 1, 2, … P-1 to the left and right, so that each rank starts with a different peer."""
     return (((rank - distance) % size, (rank + distance) % size) for distance in range(1, size))
@@ -113,7 +103,3 @@ def _circle(rank: int, size: int) -> Iterator[tuple[int, int]]:
 
 def _present(actions: Iterable[Action]) -> Step:
     return tuple(action for action in actions if action.place is not None)
-
-
-def _one_round(size: int, nbytes: int) -> Cost:
-    return Cost() if size == 1 else Cost(rounds=1, messages=size - 1, nbytes=(size - 1) * nbytes / size)

@@ -94,14 +94,14 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
         Candidate("pairwise", _without_model(pairwise.reduce_cost)),
     ),
     "all_gather": (
-        Candidate("direct", _without_model(pairwise.all_gather_cost)),
+        Candidate("direct", _without_model(pairwise.one_round_cost)),
         Candidate("ring", _without_model(ring.all_gather_cost)),
         Candidate("doubling", _without_model(recursive_doubling.all_gather_cost), contiguous=True, power_of_two=True),
     ),
     "reduce_scatter": (Candidate("pairwise", _without_model(pairwise.reduce_scatter_cost)),),
     "all_to_all": (Candidate("pairwise", _without_model(pairwise.all_to_all_cost)),),
-    "gather": (Candidate("star", _without_model(pairwise.gather_cost)),),
-    "scatter": (Candidate("star", _without_model(pairwise.scatter_cost)),),
+    "gather": (Candidate("star", _without_model(pairwise.one_round_cost)),),
+    "scatter": (Candidate("star", _without_model(pairwise.one_round_cost)),),
     "barrier": (Candidate("dissemination", _without_model(recursive_doubling.barrier_cost)),),
 }
 

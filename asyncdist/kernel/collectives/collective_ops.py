@@ -103,6 +103,9 @@ class CollectiveOps(ABC):
 
         ``writes`` says that this rank writes ``tensors[0]``.
         """
+        # Those of different factors are equal, so none is part of a key.
+        if arguments and type(arguments[-1]) is TORCH_REDUCE_OP:
+            arguments = (*arguments[:-1], reduction(arguments[-1]))
         outputs: list[OutputTensor] = []
         values: Sequence[Any] = tensors
         # Asked here too, because `leave_user_modes` would cost each call a Python frame.
@@ -164,24 +167,18 @@ class CollectiveOps(ABC):
         self, tensor: TensorT, op: ReductionLike = ReduceOp.SUM, **options: Unpack[CallOptions]
     ) -> Work[TensorT]:
         """Reduce ``tensor`` over the ranks, in place, with the same bits on every rank."""
-        if type(op) is TORCH_REDUCE_OP:
-            op = reduction(op)
         return self._call("all_reduce", reductions.all_reduce, (tensor,), options, (op,))
 
     def all_reduce_coalesced(
         self, tensors: TensorsT, op: ReductionLike = ReduceOp.SUM, **options: Unpack[CallOptions]
     ) -> Work[TensorsT]:
         """Reduce several tensors of one dtype over the ranks as one operation."""
-        if type(op) is TORCH_REDUCE_OP:
-            op = reduction(op)
         return self._call("all_reduce_coalesced", reductions.all_reduce_coalesced, (tensors,), options, (op,))
 
     def reduce(
         self, tensor: TensorT, dst: int, op: ReductionLike = ReduceOp.SUM, **options: Unpack[CallOptions]
     ) -> Work[TensorT]:
         """Reduce ``tensor`` to rank ``dst``; the other ranks' tensors keep their content."""
-        if type(op) is TORCH_REDUCE_OP:
-            op = reduction(op)
         at_root = dst == self._rank
         return self._call("reduce", reductions.reduce, (tensor,), options, (dst, op), writes=at_root)
 
@@ -193,16 +190,12 @@ class CollectiveOps(ABC):
         **options: Unpack[CallOptions],
     ) -> Work[TensorT]:
         """Reduce ``input_list[i]`` over the ranks into rank ``i``'s ``output``; sizes may differ by rank."""
-        if type(op) is TORCH_REDUCE_OP:
-            op = reduction(op)
         return self._call("reduce_scatter", reductions.reduce_scatter_list, (output, input_list), options, (op,))
 
     def reduce_scatter_single(
         self, output: TensorT, input: TensorLike, op: ReductionLike = ReduceOp.SUM, **options: Unpack[CallOptions]
     ) -> Work[TensorT]:
         """Reduce the ``i``-th equal part of ``input`` over the ranks into rank ``i``'s ``output``."""
-        if type(op) is TORCH_REDUCE_OP:
-            op = reduction(op)
         return self._call("reduce_scatter_tensor", reductions.reduce_scatter_single, (output, input), options, (op,))
 
     reduce_scatter_tensor = reduce_scatter_single

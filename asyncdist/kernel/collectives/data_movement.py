@@ -24,7 +24,14 @@ from asyncdist.kernel.collectives.first_rail import GATHERS
 from asyncdist.kernel.collectives.group_context import GroupContext, Lane, fingerprint, segments
 from asyncdist.kernel.collectives.recorded import LocalCopy, Recording, recorded_blocks
 from asyncdist.kernel.engine.operation import Plan
-from asyncdist.kernel.memory.buffers import NOTHING, Memory, copy_overlapping_rows, dtype_number, flat_memory
+from asyncdist.kernel.memory.buffers import (
+    NOTHING,
+    Memory,
+    block_memories,
+    copy_overlapping_rows,
+    dtype_number,
+    flat_memory,
+)
 from asyncdist.kernel.transport.native import CallSignature
 from asyncdist.kernel.transport.wire_format import RUNS
 
@@ -115,7 +122,8 @@ def _all_gather(
     dtype, total = rows[0][1].dtype, sum(map(sum, counts))
     collective = Collective.all_gather if len(rows) == 1 else Collective.all_gather_coalesced
     nbytes, equal = total * dtype.itemsize, len(rows) == 1 and len(set(counts[0])) == 1
-    over_links, hierarchical = group.uses_links("all_gather"), group.hierarchical_for("all_gather")
+    hierarchical = group.hierarchical_for("all_gather")
+    over_links = hierarchical is None and (group.native is None or "all_gather" in group.forced)
     if over_links and group.choose("all_gather", nbytes, contiguous=contiguous) == "doubling":
         layout.append(RUNS)
     call = fingerprint(collective, dtype, total, None, None, tuple(layout))
@@ -134,7 +142,7 @@ def _all_gather(
 
     def parts(outputs: Any, inputs: Any) -> Iterable[Schedule]:
         columns = [(outputs, inputs)] if len(rows) == 1 else zip(outputs, inputs, strict=True)
-        memories = [(group.blocks(blocks), flat_memory(own)) for blocks, own in columns]
+        memories = [(block_memories(blocks, group.size), flat_memory(own)) for blocks, own in columns]
         memories = copy_overlapping_rows(memories, group.size, group.rank)
         for blocks, own in memories:
             blocks[group.rank].tensor.copy_(own.tensor)

@@ -8,7 +8,7 @@ and proves that each wait ends. The steps of a call are prepared once for all ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -30,8 +30,6 @@ _CACHED_CALLS = 512
 _MOST_NBYTES = 1 << 20
 """Bytes of the largest collective that one rail carries alone."""
 _BARRIER_KERNELS = arithmetic(ReduceOp.MAX, torch.uint8)
-
-Sources = Sequence[Memory] | TensorBlocks
 
 GATHERS: dict[str, ScheduleOf] = {
     "direct": pairwise.all_gather,
@@ -98,9 +96,8 @@ class FirstRailCollectives:
         self._byte = Memory(torch.zeros(1, dtype=torch.uint8, device="cpu"))
         """What a node reduces and copies in a barrier."""
         self._gathers: BoundedCache[tuple[int, int], SmallAllGather | None] = BoundedCache(_CACHED_CALLS)
-        self._choose = lru_cache(_CACHED_CALLS)(
-            lambda collective, nbytes: choose(collective, nbytes, hosts, model=model)
-        )
+        self.choose: Callable[[str, int], str] = lru_cache(_CACHED_CALLS)(partial(choose, size=hosts, model=model))
+        """``choose(collective, nbytes)``: the schedule among the hosts."""
         self.takes: Callable[[str, int], bool] = lru_cache(_CACHED_CALLS)(
             lambda collective, nbytes: nbytes <= _MOST_NBYTES and travels_whole(collective, nbytes, layout, model)
         )
@@ -165,7 +162,7 @@ class FirstRailCollectives:
 
     # -- all_gather ------------------------------------------------------------------------------
 
-    def gather_steps(self, row: Sources, call: int) -> SmallAllGather | None:
+    def gather_steps(self, row: Sequence[Memory], call: int) -> SmallAllGather | None:
         """Return the prepared steps of an all-gather of blocks of equal size; None unless these are small."""
         key = call, row[self._layout.rank].count
         try:
@@ -173,13 +170,13 @@ class FirstRailCollectives:
         except KeyError:
             return self._gathers.add(key, self._prepare_all_gather(row, call))
 
-    def _prepare_all_gather(self, row: Sources, call: int) -> SmallAllGather | None:
+    def _prepare_all_gather(self, row: Sequence[Memory], call: int) -> SmallAllGather | None:
         layout, hosts, own = self._layout, self._hosts, row[self._layout.rank]
         count, nbytes = own.count, self._size * own.nbytes
         if not (count and self.takes("all_gather", nbytes)):
             return None
         bounds = [0, *(count * total for total in accumulate(map(len, layout.nodes)))]
-        run = GATHERS[self._choose("all_gather", nbytes)]
+        run = GATHERS[self.choose("all_gather", nbytes)]
 
         def exchange(whole: Memory) -> Schedule:
             return among(layout.rail(0), run(layout.node, hosts, TensorBlocks(whole, bounds)))
@@ -193,7 +190,7 @@ class FirstRailCollectives:
         within = slice(bounds[layout.node], bounds[layout.node + 1])
         return SmallAllGather(gather, within, recorded.schedule, broadcast)
 
-    def all_gather(self, steps: SmallAllGather, row: Sources, number: int) -> Schedule:
+    def all_gather(self, steps: SmallAllGather, row: Sequence[Memory], number: int) -> Schedule:
         """Copy each rank's ``row[rank]`` to all ranks."""
         own, is_first = row[self._layout.rank], self._layout.place == 0
         whole = self._scratch.take(self._size * own.count, own.dtype)

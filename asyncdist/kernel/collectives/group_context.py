@@ -16,7 +16,7 @@ from asyncdist.kernel.collectives.arguments import whole_number_of
 from asyncdist.kernel.collectives.call_plan import Arrange, LinkPlan, MemoryPlan, OverLinks
 from asyncdist.kernel.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.kernel.collectives.recorded import Form, Record, RecordedCall
-from asyncdist.kernel.memory.buffers import Memory, Scratch, TensorBlocks, block_memories, dtype_number, flat_memory
+from asyncdist.kernel.memory.buffers import Memory, Scratch, TensorBlocks, dtype_number
 from asyncdist.kernel.memory.reduce_kernels import Fold
 from asyncdist.kernel.transport.native import CallSignature, Native
 from asyncdist.kernel.transport.wire_format import Fingerprint, shape_checksum
@@ -85,10 +85,6 @@ class GroupContext:
 
     # -- plans ---------------------------------------------------------------------------------
 
-    def uses_links(self, collective: str) -> bool:
-        """Return whether a collective only sends messages. A forced algorithm does."""
-        return collective in self.forced or (self.native is None and self.hierarchical is None)
-
     def in_memory(self, signature: CallSignature, nbytes: int, arrange: Arrange | None = None) -> MemoryPlan | None:
         """Return the plan of a call in memory that all members reach; None if the collective uses links."""
         # The name of a member of an enumeration takes a Python frame.
@@ -137,12 +133,6 @@ class GroupContext:
         window = window or (self.window if self.hierarchical is None else self.hierarchical.window)
         run = parts if arrange is None else lambda *tensors: parts(*arrange(*tensors))
         return LinkPlan(call, nbytes, run, fold, window, self.native)
-
-    def blocks(self, value: Any) -> Blocks:
-        """Return the memory of one block for each rank: a list of tensors, a tensor in equal parts, or None."""
-        if isinstance(value, torch.Tensor):
-            return TensorBlocks.split(flat_memory(value), self.size)
-        return block_memories(value, self.size)
 
     def choose(self, collective: str, nbytes: int, *, contiguous: bool = True, widening: int = 1) -> str:
         """Return the schedule for a size."""

@@ -44,7 +44,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
+from itertools import accumulate
 
 from asyncdist.base.ops import Collective
 from asyncdist.kernel.algorithms import pairwise, recursive_doubling, ring, tree
@@ -58,14 +59,12 @@ from asyncdist.kernel.algorithms.hierarchy import (
     part_count,
 )
 from asyncdist.kernel.algorithms.schedule import Reduce, Schedule, Send
-from asyncdist.kernel.algorithms.selection import Model, choose
-from asyncdist.kernel.collectives.first_rail import FirstRailCollectives, Sources
+from asyncdist.kernel.algorithms.selection import Model
+from asyncdist.kernel.collectives.first_rail import FirstRailCollectives
 from asyncdist.kernel.collectives.node import NodeCollectives, plain, store_result, widened
 from asyncdist.kernel.memory.buffers import Memory, Scratch, TensorBlocks
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic
 from asyncdist.kernel.transport.native import Native
-
-_CACHED_CALLS = 512
 
 Part = Callable[[int], Schedule]
 """``part(number)`` is the schedule of a part whose native collectives have the numbers from ``number`` on."""
@@ -87,7 +86,7 @@ class HierarchicalCollectives:
     window = 4
 
     def __init__(self, layout: NodeLayout, native: Native | None, model: Model, scratch: Scratch) -> None:
-        self._layout = layout
+        self._layout, self._native = layout, native
         self._node = NodeCollectives(layout, native)
         self._model = model
         self._scratch = scratch
@@ -98,23 +97,23 @@ class HierarchicalCollectives:
         self._small = FirstRailCollectives(layout, self._node, model, scratch)
         self._ring_order = [(layout.node - 1 - passed) % hosts for passed in range(hosts)]
         """The nodes in the order in which a ring of nodes needs their blocks, and in which it delivers them."""
-        # The model takes longer than a small call over shared memory.
-        self._choose = lru_cache(_CACHED_CALLS)(
-            lambda collective, nbytes: choose(collective, nbytes, hosts, model=model)
-        )
 
     def open(self) -> None:
         """Make the native collectives of this rank available to the members of its node."""
-        self._node.open()
+        if self._native is not None:
+            self._native.open()
 
     def close(self) -> None:
         """Release the resources of the native collectives."""
-        self._node.close()
+        if self._native is not None:
+            self._native.close()
 
     def _numbered(self, parts: Iterable[tuple[int, Part]]) -> Iterator[Schedule]:
         """Reserve the numbers of all parts, each of which comes with its count of native collectives; return schedules."""
         counted = list(parts)
-        return _begun(counted, self._reserve(sum(natives for natives, _ in counted)))
+        natives = [count for count, _ in counted]
+        numbers = accumulate(natives, initial=self._reserve(sum(natives)))
+        return (part(number) for (_, part), number in zip(counted, numbers, strict=False))
 
     def _reserve(self, natives: int) -> int:
         """Reserve the numbers of native collectives; return the first."""
@@ -214,7 +213,7 @@ class HierarchicalCollectives:
     def _reduce_along(self, own: Memory, result: Memory, kernels: Arithmetic) -> Schedule:
         """All-reduce ``own`` along the rail of this rank into ``result``, whose dtype may be narrower."""
         place, hosts = self._layout.node, self._hosts
-        algorithm = self._choose("all_reduce", own.nbytes)
+        algorithm = self._small.choose("all_reduce", own.nbytes)
         if algorithm == "doubling":
             scratch = self._scratch.take(own.count, own.dtype)
             yield from recursive_doubling.all_reduce(place, hosts, own, scratch)
@@ -255,7 +254,9 @@ class HierarchicalCollectives:
         blocks = TensorBlocks.split(memory, part_count(memory.nbytes, 1, self._hosts, self._model.segment_nbytes))
         return self._numbered((1, partial(part, blocks[place])) for place in range(len(blocks)))
 
-    def reduce_scatter(self, inputs: Sources, own: Memory, kernels: Arithmetic, call: int) -> Iterator[Schedule]:
+    def reduce_scatter(
+        self, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic, call: int
+    ) -> Iterator[Schedule]:
         """Store in ``own`` the reduction of ``inputs[rank]`` over all members. The inputs are only read."""
         count = self._cut(sum(inputs[rank].nbytes for rank in range(self._size)))
         cut = [TensorBlocks.split(inputs[rank], count) for rank in range(self._size)]
@@ -301,7 +302,7 @@ class HierarchicalCollectives:
 
     # -- movement ------------------------------------------------------------------------------
 
-    def all_gather(self, rows: Sequence[Sources], call: int, *, equal: bool) -> Iterator[Schedule]:
+    def all_gather(self, rows: Sequence[Sequence[Memory]], call: int, *, equal: bool) -> Iterator[Schedule]:
         """Copy, for each row, each rank's ``row[rank]`` to all ranks. ``equal``: one row of equal blocks."""
         if equal and (steps := self._small.gather_steps(rows[0], call)) is not None:
             return self._numbered([(self._small.NUMBERS, partial(self._small.all_gather, steps, rows[0]))])
@@ -345,7 +346,7 @@ class HierarchicalCollectives:
             rail = layout.rail(layout.place)
             runs = [[row[rank] for rank in layout.carried(node, layout.place)] for node in range(self._hosts)]
             nbytes, single = sum(block.nbytes for run in runs for block in run), all(len(run) == 1 for run in runs)
-            if single and self._choose("all_gather", nbytes) == "direct":
+            if single and self._small.choose("all_gather", nbytes) == "direct":
                 yield from among(rail, pairwise.all_gather(layout.node, self._hosts, [run[0] for run in runs]))
             else:
                 for step in among(rail, gather_runs(layout.node, self._hosts, runs)):
@@ -361,7 +362,7 @@ class HierarchicalCollectives:
         """Copy the root's memory to all ranks."""
         layout = self._layout
         root_node = next(number for number, members in enumerate(layout.nodes) if root in members)
-        chosen = self._choose("broadcast", memory.nbytes // layout.rails)
+        chosen = self._small.choose("broadcast", memory.nbytes // layout.rails)
         along: Callable[[int, int, int, Memory], Schedule]
         along = tree.broadcast if chosen == "tree" else tree.chain_broadcast
 
@@ -383,10 +384,3 @@ class HierarchicalCollectives:
     def barrier(self, call: int) -> Schedule:
         """Return the only part of a barrier."""
         return self._small.barrier(call, self._reserve(self._small.NUMBERS))
-
-
-def _begun(parts: Iterable[tuple[int, Part]], number: int) -> Iterator[Schedule]:
-    """Yield the schedules of parts whose native collectives have the numbers from ``number`` on."""
-    for natives, part in parts:
-        yield part(number)
-        number += natives

@@ -34,16 +34,6 @@ class NodeCollectives:
         """Whether this rank is the only member."""
         return self._native is None
 
-    def open(self) -> None:
-        """Make the native collectives of this rank available to the members."""
-        if self._native is not None:
-            self._native.open()
-
-    def close(self) -> None:
-        """Release the resources of the native collectives."""
-        if self._native is not None:
-            self._native.close()
-
     def prepared(
         self,
         collective: Collective,

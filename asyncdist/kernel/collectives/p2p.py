@@ -82,7 +82,10 @@ class _Parcel:
         sizes: The bytes of the head, and the number of buffers.
         head: The bytes of each buffer, and the packed object.
         buffers: The long content of the object.
+        is_own: Whether this rank has packed the object, which therefore need not arrive.
     """
+
+    is_own = False
 
     def __init__(self, sizes: torch.Tensor | None = None) -> None:
         self.sizes = Memory(torch.zeros(2, dtype=torch.int64, device="cpu") if sizes is None else sizes)
@@ -95,6 +98,7 @@ class _Parcel:
         beside = Beside()
         data = pack(value, allow_pickle=group.config.allow_pickle, weights_only=weights_only, beside=beside)
         parcel = cls()
+        parcel.is_own = True
         for view in beside.buffers:
             memory = Memory.unbound(view.nbytes, torch.uint8)
             memory.view = view
@@ -105,24 +109,26 @@ class _Parcel:
         return parcel
 
     def expect_head(self) -> None:
-        """Allocate the head: the sizes have arrived."""
-        self.head = _blob(int(self.sizes.tensor[0]))
+        """Allocate the head, unless this is the rank's own object: the sizes have arrived."""
+        if not self.is_own:
+            self.head = _blob(int(self.sizes.tensor[0]))
 
     def expect_buffers(self) -> None:
-        """Allocate the buffers: the head has arrived."""
-        self.buffers = [_blob(int(nbytes)) for nbytes in self._lengths]
+        """Allocate the buffers, unless this is the rank's own object: the head has arrived."""
+        if not self.is_own:
+            self.buffers = [_blob(int(nbytes)) for nbytes in self._lengths]
 
     @property
     def _lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         return np.frombuffer(self.head.view, np.int64, int(self.sizes.tensor[1]))
 
-    def value(self, group: GroupContext, weights_only: bool, *, is_own: bool = False) -> Any:
+    def value(self, group: GroupContext, weights_only: bool) -> Any:
         """Return the object. It shares its memory with the buffers, unless it is this rank's own."""
         return unpack(
             self.head.view[self._lengths.nbytes :],
             allow_pickle=group.config.allow_pickle,
             weights_only=weights_only,
-            beside=[copy_of(memory.view) if is_own else memory.view for memory in self.buffers],
+            beside=[copy_of(memory.view) if self.is_own else memory.view for memory in self.buffers],
         )
 
 
@@ -143,10 +149,6 @@ def _parcels(group: GroupContext, own: _Parcel) -> tuple[Memory, list[_Parcel]]:
 def _rounds(parcels: Sequence[_Parcel], absent: Memory | None) -> Iterator[list[Memory | None]]:
     """Yield the first buffer of each object, then the second, and so on."""
     return map(list, itertools.zip_longest(*[parcel.buffers for parcel in parcels], fillvalue=absent))
-
-
-def _others(group: GroupContext, parcels: Sequence[_Parcel]) -> list[_Parcel]:
-    return [parcel for rank, parcel in enumerate(parcels) if rank != group.rank]
 
 
 def _check_list(name: str, output: object) -> None:
@@ -171,23 +173,19 @@ def all_gather_object(group: GroupContext, output: list[Any], value: Any, weight
 
     def part() -> Schedule:
         yield from pairwise.all_gather(rank, size, TensorBlocks.split(sizes, size))
-        for parcel in _others(group, parcels):
+        for parcel in parcels:
             parcel.expect_head()
         yield from ring.all_gather(rank, size, [parcel.head for parcel in parcels])
-        for parcel in _others(group, parcels):
+        for parcel in parcels:
             parcel.expect_buffers()
         for buffers in _rounds(parcels, NOTHING):
             yield from ring.all_gather(rank, size, buffers)
 
     def finish() -> Any:
-        output[:] = _values(group, parcels, weights_only)
+        output[:] = [parcel.value(group, weights_only) for parcel in parcels]
         return output
 
     return _object_plan(Collective.all_gather_object, part(), finish)
-
-
-def _values(group: GroupContext, parcels: Sequence[_Parcel], weights_only: bool) -> list[Any]:
-    return [parcel.value(group, weights_only, is_own=rank == group.rank) for rank, parcel in enumerate(parcels)]
 
 
 def gather_object(group: GroupContext, value: Any, output: list[Any] | None, root: int, weights_only: bool) -> Plan:
@@ -202,19 +200,17 @@ def gather_object(group: GroupContext, value: Any, output: list[Any] | None, roo
 
     def part() -> Schedule:
         yield from pairwise.gather(rank, size, root, own.sizes, TensorBlocks.split(sizes, size))
-        if at_root:
-            for parcel in _others(group, parcels):
-                parcel.expect_head()
+        for parcel in parcels:
+            parcel.expect_head()
         yield from pairwise.gather(rank, size, root, own.head, [parcel.head for parcel in parcels])
-        if at_root:
-            for parcel in _others(group, parcels):
-                parcel.expect_buffers()
+        for parcel in parcels:
+            parcel.expect_buffers()
         for buffers in _rounds(parcels, None):
             yield from pairwise.gather(rank, size, root, buffers[0], buffers)
 
     def finish() -> Any:
         if at_root and output is not None:
-            output[:] = _values(group, parcels, weights_only)
+            output[:] = [parcel.value(group, weights_only) for parcel in parcels]
         return output
 
     return _object_plan(Collective.gather_object, part(), finish, root)
@@ -238,16 +234,14 @@ def scatter_objects(
 
     def part() -> Schedule:
         yield from pairwise.scatter(rank, size, root, own.sizes, [parcel.sizes for parcel in parcels])
-        if not at_root:
-            own.expect_head()
+        own.expect_head()
         yield from pairwise.scatter(rank, size, root, own.head, [parcel.head for parcel in parcels])
-        if not at_root:
-            own.expect_buffers()
+        own.expect_buffers()
         for buffers in _rounds(parcels if at_root else [own], None):
             yield from pairwise.scatter(rank, size, root, buffers[0], buffers)
 
     def finish() -> Any:
-        output[0] = own.value(group, weights_only, is_own=at_root)
+        output[0] = own.value(group, weights_only)
         return output
 
     return _object_plan(Collective.scatter_object_list, part(), finish, root)
@@ -263,11 +257,9 @@ def broadcast_objects(group: GroupContext, values: list[Any], root: int, weights
 
     def part() -> Schedule:
         yield from tree.broadcast(rank, size, root, parcel.sizes)
-        if not at_root:
-            parcel.expect_head()
+        parcel.expect_head()
         yield from tree.broadcast(rank, size, root, parcel.head)
-        if not at_root:
-            parcel.expect_buffers()
+        parcel.expect_buffers()
         for buffer in parcel.buffers:
             yield from tree.broadcast(rank, size, root, buffer)
 

@@ -24,7 +24,14 @@ from asyncdist.kernel.collectives.call_plan import Arrange, CallPlan, OverLinks
 from asyncdist.kernel.collectives.group_context import Blocks, GroupContext, Lane, fingerprint, segments
 from asyncdist.kernel.collectives.recorded import LocalCopy, LocalDivision, Recording, recorded_blocks
 from asyncdist.kernel.collectives.validation import reduction
-from asyncdist.kernel.memory.buffers import NOTHING, Memory, TensorBlocks, copy_overlapping_inputs, flat_memory
+from asyncdist.kernel.memory.buffers import (
+    NOTHING,
+    Memory,
+    TensorBlocks,
+    block_memories,
+    copy_overlapping_inputs,
+    flat_memory,
+)
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic, accumulator, arithmetic, divide, has_arithmetic
 from asyncdist.kernel.transport.native import CallSignature
 
@@ -277,8 +284,7 @@ def _reduce_scatter(group: GroupContext, output: Any, inputs: Any, blocks: Any, 
     call, nbytes = fingerprint(Collective.reduce_scatter, dtype, total, op, None, counts), total * dtype.itemsize
 
     def scaled(output: torch.Tensor, inputs: Any) -> tuple[Any, ...]:
-        cut = group.blocks(inputs)
-        return output, [_scaled(cut[rank].tensor, op) for rank in range(group.size)]
+        return output, [_scaled(block.tensor, op) for block in block_memories(inputs, group.size)]
 
     arrange = scaled if isinstance(op, PremulSum) else None
     sizes = () if len(set(counts)) == 1 else counts
@@ -294,7 +300,7 @@ def _reduce_scatter(group: GroupContext, output: Any, inputs: Any, blocks: Any, 
 
     def parts(output: torch.Tensor, inputs: Any) -> Iterable[Schedule]:
         memory = flat_memory(output)
-        blocks = copy_overlapping_inputs(group.blocks(inputs), [memory], {group.rank: 0})
+        blocks = copy_overlapping_inputs(block_memories(inputs, group.size), [memory], {group.rank: 0})
         if hierarchical is not None:
             return hierarchical.reduce_scatter(blocks, memory, kernels, call)
         return [

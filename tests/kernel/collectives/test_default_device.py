@@ -1,28 +1,11 @@
-"""Collectives of tensors in host memory do not depend on the default device of new tensors."""
+"""Operations of sparse and registered tensors and of objects do not depend on the default device of new tensors."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from asyncdist.testing.collective_cases import collective_cases
-
 SIZE = 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_collectives_with_another_default_device(together, transport, dtype):
-    cases = [case for count in (8, 8, 100_000) for case in collective_cases(SIZE, count, dtype)]
-
-    def rank(group):
-        with torch.device("meta"):
-            for case in cases:
-                for work in case.start(group):
-                    work.wait()
-
-    together(SIZE, rank, transport=transport)
-    for case in cases:
-        case.check()
 
 
 def _sparse(rank):

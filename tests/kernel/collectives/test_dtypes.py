@@ -16,6 +16,7 @@ from asyncdist.kernel.memory.buffers import DTYPES
 from asyncdist.testing.arithmetic import UNREDUCED, reductions, same
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import moving, reducing
+from tests.support.ranks import run_at_once
 
 NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES.values()]
 REDUCED = [name for name in NAMES if getattr(torch, name) not in UNREDUCED]
@@ -44,13 +45,13 @@ async def test_every_reduction(name):
     for size, schedule in itertools.product((2, 3), SCHEDULES):
         async with world_of(size, config=SCHEDULES[schedule]) as groups:
             for op in reductions(dtype):
-                await check(groups, [case for count in (1, 7) for case in reducing(size, count, dtype, op)])
+                await run_at_once(groups, [case for count in (1, 7) for case in reducing(size, count, dtype, op)])
 
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_every_dtype_is_moved_over_tcp(name):
     async with world_of(3, transport="tcp") as groups:
-        await check(groups, [case for count in (0, 1, 7) for case in moving(3, count, getattr(torch, name))])
+        await run_at_once(groups, [case for count in (0, 1, 7) for case in moving(3, count, getattr(torch, name))])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -61,13 +62,7 @@ async def test_every_dtype_in_shared_memory(name):
     for number, op in enumerate(reductions(dtype) if name in REDUCED else ()):
         cases += [case for count in ((7,) if number else (7, 9001)) for case in reducing(2, count, dtype, op)]
     async with world_of(2, transport="shm", config=Config(shm_area_nbytes=8192)) as groups:
-        await check(groups, cases)
-
-
-async def check(groups, cases):
-    await asyncio.gather(*(work for case in cases for group in groups for work in case.start(group)))
-    for case in cases:
-        case.check()
+        await run_at_once(groups, cases)
 
 
 # -- combinations -----------------------------------------------------------------------------------

@@ -13,24 +13,9 @@ from asyncdist.kernel.algorithms.selection import CANDIDATES
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import between_two, collective_cases, moving, reducing
 from asyncdist_transports.shm.collectives.native import ShmNative
+from tests.support.ranks import run_at_once, run_cases
 
 LARGE = 300_007
-
-
-async def run(groups, cases):
-    """Run each case on all groups, one case after the other."""
-    for case in cases:
-        await asyncio.gather(*(work for group in groups for work in case.start(group)))
-        case.check()
-
-
-async def run_at_once(groups, cases):
-    """Start all cases on all groups, and await them in the reverse order."""
-    started = list(cases)
-    works = [work for case in started for group in groups for work in case.start(group)]
-    await asyncio.gather(*reversed(works))
-    for case in started:
-        case.check()
 
 
 @pytest.mark.exhaustive
@@ -38,20 +23,20 @@ async def run_at_once(groups, cases):
 async def test_sizes_around_the_splits(transport, size):
     async with world_of(size, transport=transport) as groups:
         for count in sorted({0, 1, size - 1, size, size + 1, 33}):
-            await run(groups, collective_cases(size, count, torch.float32))
+            await run_cases(groups, collective_cases(size, count, torch.float32))
 
 
 @pytest.mark.exhaustive
 async def test_large_tensors(transport):
     async with world_of(3, transport=transport) as groups:
-        await run(groups, collective_cases(3, LARGE, torch.float32))
+        await run_cases(groups, collective_cases(3, LARGE, torch.float32))
 
 
 @pytest.mark.exhaustive
 async def test_sixteen_ranks(transport):
     async with world_of(16, transport=transport) as groups:
-        await run(groups, [*reducing(16, 17, torch.int32), *between_two(16, 5, torch.int64)])
-        await run(groups, list(moving(16, 3, torch.int16))[-10:])
+        await run_cases(groups, [*reducing(16, 17, torch.int32), *between_two(16, 5, torch.int64)])
+        await run_cases(groups, list(moving(16, 3, torch.int16))[-10:])
 
 
 @pytest.mark.exhaustive
@@ -131,14 +116,14 @@ async def test_forced_schedule_uses_links_despite_shared_memory(monkeypatch):
     async with world_of(2, transport="shm", config=FORCED) as groups:
         monkeypatch.setattr(ShmNative, "prepare", lambda _, signature: pytest.fail(f"{signature} in shared memory"))
         for _ in range(2):
-            await run(groups, collective_cases(2, 1000, torch.float32))
+            await run_cases(groups, collective_cases(2, 1000, torch.float32))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("lanes", [2, 3])
 async def test_large_tensor_over_several_lanes(transport, lanes):
     async with world_of(2, transport=transport, config=Config(lanes=lanes, piece_nbytes=10_000)) as groups:
-        await run(groups, [*reducing(2, LARGE, torch.float32), *list(moving(2, LARGE, torch.float32))[5:]])
+        await run_cases(groups, [*reducing(2, LARGE, torch.float32), *list(moving(2, LARGE, torch.float32))[5:]])
 
 
 @pytest.mark.parametrize("schedule", ["doubling", "ring"])
@@ -146,7 +131,7 @@ async def test_narrow_floats_larger_than_a_segment(schedule):
     """At most 2^20 elements are widened at a time."""
     config = Config(algorithm=f"all_reduce={schedule},reduce={'pairwise' if schedule == 'ring' else 'tree'}")
     async with world_of(2, transport="tcp", config=config) as groups:
-        await run(groups, itertools.islice(reducing(2, (1 << 20) + 3, torch.bfloat16), 3))
+        await run_cases(groups, itertools.islice(reducing(2, (1 << 20) + 3, torch.bfloat16), 3))
 
 
 # -- several groups and worlds ----------------------------------------------------------------------
@@ -177,5 +162,6 @@ async def test_concurrent_groups_in_a_different_order_on_every_rank(transport):
 async def test_independent_worlds_in_one_process(transport):
     async with world_of(3, transport=transport) as first, world_of(2, transport="tcp") as second:
         await asyncio.gather(
-            run(first, collective_cases(3, 50, torch.float32)), run(second, collective_cases(2, 50, torch.float32))
+            run_cases(first, collective_cases(3, 50, torch.float32)),
+            run_cases(second, collective_cases(2, 50, torch.float32)),
         )

@@ -27,6 +27,7 @@ from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import collective_cases, moving, reducing
 from asyncdist_transports.tcp.transport import TcpLink
 from tests.support.placing import Placing
+from tests.support.ranks import run_at_once, run_cases
 
 HOSTS = {
     "2 x 2": "aabb",
@@ -67,13 +68,6 @@ def many_parts(monkeypatch):
 
 def world(hosts, **how):
     return world_of(len(hosts), transport="auto", hosts=hosts, **how)
-
-
-async def run(groups, cases):
-    """Run each case on all groups, one case after the other."""
-    for case in cases:
-        await asyncio.gather(*(work for group in groups for work in case.start(group)))
-        case.check()
 
 
 # -- layouts ----------------------------------------------------------------------------------------
@@ -187,7 +181,7 @@ async def test_small_calls_of_one_signature_may_overlap():
 async def test_every_collective(hosts):
     async with world(hosts) as groups:
         for count in (0, 1, len(hosts) + 1, 1000):
-            await run(groups, collective_cases(len(hosts), count, torch.float32))
+            await run_cases(groups, collective_cases(len(hosts), count, torch.float32))
 
 
 @pytest.mark.exhaustive
@@ -198,7 +192,7 @@ async def test_node_without_shared_memory_uses_tcp_inside(monkeypatch, hosts):
     monkeypatch.setattr(registry, "selected", lambda _: kinds("shm,tcp" if next(usable) == "a" else "tcp"))
     async with world_of(len(hosts), transport="auto", hosts=hosts) as groups:
         assert all(group.context.hierarchical is not None for group in groups)
-        await run(groups, collective_cases(len(hosts), 1000, torch.float32))
+        await run_cases(groups, collective_cases(len(hosts), 1000, torch.float32))
 
 
 def lanes(number):
@@ -229,14 +223,14 @@ SMALL_SEGMENTS = Config(segment_nbytes=10_000)
 async def test_reductions_in_several_parts(hosts, config, dtype, op):
     async with world(hosts, config=config) as groups:
         for count in (3, 20_011):
-            await run(groups, reducing(len(hosts), count, dtype, op))
+            await run_cases(groups, reducing(len(hosts), count, dtype, op))
 
 
 @every_layout
 @pytest.mark.usefixtures("many_parts")
 async def test_large_tensors_in_several_parts(hosts):
     async with world(hosts, config=Config(segment_nbytes=20_000)) as groups:
-        await run(groups, collective_cases(len(hosts), 30_001, torch.float32))
+        await run_cases(groups, collective_cases(len(hosts), 30_001, torch.float32))
 
 
 @small_layouts_first
@@ -245,7 +239,7 @@ async def test_large_tensors_in_several_parts(hosts):
 async def test_sums_and_averages_in_several_parts(hosts, dtype):
     async with world(hosts, config=SMALL_SEGMENTS) as groups:
         for op in (ReduceOp.SUM, ReduceOp.AVG):
-            await run(groups, reducing(len(hosts), 40_013, dtype, op))
+            await run_cases(groups, reducing(len(hosts), 40_013, dtype, op))
 
 
 @pytest.mark.usefixtures("many_parts")
@@ -274,10 +268,7 @@ async def test_more_operations_in_flight_than_a_node_has_slots(hosts):
     """The test awaits the last operation first."""
     async with world(hosts, config=Config(segment_nbytes=4096)) as groups:
         cases = [case for count in (0, 5, 6000) for case in collective_cases(len(hosts), count, torch.float32)]
-        works = [work for case in cases for group in groups for work in case.start(group)]
-        await asyncio.gather(*reversed(works))
-        for case in cases:
-            case.check()
+        await run_at_once(groups, cases)
 
 
 async def test_small_call_after_a_large_one_that_has_not_started():
@@ -328,15 +319,15 @@ async def test_registered_tensors(hosts):
     """The members of a node read and write them in place while a rail carries other parts of them."""
     async with world(hosts, config=Config(segment_nbytes=200_000)) as groups:
         placed = [Placing(group, lambda count, dtype: asyncdist.empty(count, dtype=dtype)) for group in groups]
-        await run(placed, reducing(len(hosts), 60_000, torch.float32))
-        await run(placed, moving(len(hosts), 60_000, torch.float32))
+        await run_cases(placed, reducing(len(hosts), 60_000, torch.float32))
+        await run_cases(placed, moving(len(hosts), 60_000, torch.float32))
 
 
 async def test_groups_of_some_hosts_and_some_ranks():
     async with world("aabbc") as groups:
         for ranks in ([0, 1], [3, 0, 2], [4, 1, 0], [0, 2, 4], [3, 2, 1, 0]):
             members = [groups[rank].world.new_group(ranks) for rank in ranks]
-            await run(members, collective_cases(len(ranks), 1000, torch.float32))
+            await run_cases(members, collective_cases(len(ranks), 1000, torch.float32))
 
 
 def test_blocking_calls(together):
@@ -355,7 +346,7 @@ def test_blocking_calls(together):
 async def test_forced_schedule_uses_links_only(monkeypatch):
     monkeypatch.setattr(HierarchicalCollectives, "_numbered", lambda *_: pytest.fail("a hierarchical collective"))
     async with world("aabb", config=Config(algorithm="all_reduce=ring")) as groups:
-        await run(groups, [next(reducing(4, 1000, torch.float32))])
+        await run_cases(groups, [next(reducing(4, 1000, torch.float32))])
 
 
 # -- bytes between hosts ----------------------------------------------------------------------------

@@ -41,23 +41,26 @@ async def done(*works):
         return await asyncio.gather(*works)
 
 
+async def every_collective(groups, given, root):
+    """Return what the ranks receive, of which each gives one object, in an all-gather, a gather and a scatter."""
+    gathered, collected = [[None] * len(given) for _ in groups], [None] * len(given)
+    results = await done(*(g.all_gather_object(gathered[g.rank()], given[g.rank()]) for g in groups))
+    assert all(result is row for result, row in zip(results, gathered, strict=True))
+    await done(*(g.gather_object(given[g.rank()], collected if g.rank() == root else None, root) for g in groups))
+    rooms = [["kept", "kept"] for _ in groups]
+    await done(*(g.scatter_object_list(rooms[g.rank()], given if g.rank() == root else None, root) for g in groups))
+    return gathered, collected, rooms
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 async def test_every_object_collective(transport, size):
     async with world_of(size, transport=transport) as groups:
         # Every rank has a different object of a different size; the object of rank 0 is large.
         given = [PLAIN[-1 - rank] for rank in range(size)]
-        gathered = [[None] * size for _ in groups]
-        results = await done(*(g.all_gather_object(gathered[g.rank()], given[g.rank()]) for g in groups))
-        assert gathered == [given] * size
-        assert all(result is row for result, row in zip(results, gathered, strict=True))
         for root in range(size):
-            output = [None] * size
-            await done(*(g.gather_object(given[g.rank()], output if g.rank() == root else None, root) for g in groups))
-            assert output == given
-            rooms = [["kept", "kept"] for _ in groups]
-            await done(
-                *(g.scatter_object_list(rooms[g.rank()], given if g.rank() == root else None, root) for g in groups)
-            )
+            gathered, collected, rooms = await every_collective(groups, given, root)
+            assert gathered == [given] * size
+            assert collected == given
             assert rooms == [[value, "kept"] for value in given]
             lists = [list(PLAIN) if rank == root else [0] * len(PLAIN) for rank in range(size)]
             await done(*(g.broadcast_object_list(lists[g.rank()], root) for g in groups))
@@ -186,15 +189,9 @@ async def test_long_content_in_every_object_collective(transport, root):
     """Ranks send different numbers of buffers, some none. Nobody receives memory that another rank has."""
     async with world_of(3, transport=transport) as groups:
         given = [LONG, [LONG["array"], "short"], {"n": 1}]
-        gathered = [[None] * 3 for _ in groups]
-        await done(*(g.all_gather_object(gathered[g.rank()], given[g.rank()]) for g in groups))
-        for row in gathered:
+        gathered, collected, rooms = await every_collective(groups, given, root)
+        for row in (*gathered, collected):
             assert is_equal(row, given)
-        collected = [None] * 3
-        await done(*(g.gather_object(given[g.rank()], collected if g.rank() == root else None, root) for g in groups))
-        assert is_equal(collected, given)
-        rooms = [[None] for _ in groups]
-        await done(*(g.scatter_object_list(rooms[g.rank()], given if g.rank() == root else None, root) for g in groups))
         assert is_equal([room[0] for room in rooms], given)
         lists = [list(given) if rank == root else [None] * 3 for rank in range(3)]
         await done(*(g.broadcast_object_list(lists[g.rank()], root) for g in groups))

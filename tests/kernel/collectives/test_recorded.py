@@ -314,15 +314,8 @@ def gathering(output, tensor):
     return RecordedCall([record], [output, tensor])
 
 
-def test_own_block_may_be_the_input():
-    output = torch.tensor([1.0, 2.0, 0.0, 0.0])
-    call = gathering(output, output[:2])
-    assert [type(step) for step in call.schedule(output, output[:2])] == [DirectStep]
-    assert output.tolist() == [1, 2, 0, 0]
-
-
-@pytest.mark.parametrize("start", [1, 2])
-def test_call_whose_input_overlaps_other_blocks_reads_a_copy(start):
+@pytest.mark.parametrize("start", [0, 1, 2], ids=["own block", "across both", "other block"])
+def test_input_may_be_the_own_block_and_is_copied_if_it_overlaps_others(start):
     output = torch.arange(4.0)
     call = gathering(torch.zeros(4), torch.zeros(2))
     assert [type(step) for step in call.schedule(output, output[start : start + 2])] == [DirectStep]

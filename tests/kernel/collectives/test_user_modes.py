@@ -37,13 +37,14 @@ def inside(kind, seen, run):
     modes = {
         "fake": lambda: FakeTensorMode(allow_non_fake_inputs=True),
         "dispatch": lambda: SeesOperations(seen),
+        "device": lambda: torch.device("meta"),
         "dual": contextlib.nullcontext,
     }
     with modes[kind]():
         run()
 
 
-@pytest.fixture(params=["fake", "dispatch", "grad", "vmap", "dual"])
+@pytest.fixture(params=["fake", "dispatch", "device", "grad", "vmap", "dual"])
 def kind(request):
     # The level of forward-mode AD is one of the process.
     with forward_ad.dual_level() if request.param == "dual" else contextlib.nullcontext():
@@ -51,7 +52,10 @@ def kind(request):
 
 
 def test_collectives_run_outside_of_modes_and_transforms(together, transport, kind):
-    cases = [case for count in (8, 100_000) for case in collective_cases(SIZE, count, torch.float32)]
+    """Nor does the default device of new tensors matter, which is a mode of torch. The second call is a prepared one."""
+    dtypes = (torch.float32, torch.bfloat16) if kind == "device" else (torch.float32,)
+    sizes = [(count, dtype) for dtype in dtypes for count in (8, 8, 100_000)]
+    cases = [case for count, dtype in sizes for case in collective_cases(SIZE, count, dtype)]
     seen = []
 
     def rank(group):

@@ -175,24 +175,22 @@ def test_forked_child_does_not_free_its_parents_memory():
 # -- register -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_register_moves_a_tensor_in_place(dtype):
-    tensor = torch.arange(24).remainder(2).to(dtype).view(2, 3, 4)
-    before = tensor.clone()
-    assert register(tensor) is tensor
-    assert is_registered(tensor)
-    assert torch.equal(tensor, before)
+MOVED = {
+    **{
+        str(dtype): torch.arange(24).remainder(2).to(dtype).view(2, 3, 4)
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+    },
+    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "transposed": torch.randn(5, 7).t(),
+    "slice": torch.randn(40)[3:30:2],
+    "expanded": torch.randn(3, 1).expand(3, 4),
+}
 
 
-def strided():
-    channels_last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    return [channels_last, torch.randn(5, 7).t(), torch.randn(40)[3:30:2], torch.randn(3, 1).expand(3, 4)]
-
-
-@pytest.mark.parametrize("tensor", strided(), ids=["channels last", "transposed", "slice", "expanded"])
-def test_register_keeps_strides(tensor):
+@pytest.mark.parametrize("tensor", MOVED.values(), ids=MOVED)
+def test_register_moves_a_tensor_in_place_and_keeps_its_strides(tensor):
     before, values = (tensor.shape, tensor.stride()), tensor.clone()
-    register(tensor)
+    assert register(tensor) is tensor
     assert is_registered(tensor)
     assert (tensor.shape, tensor.stride()) == before
     assert torch.equal(tensor, values)

@@ -84,53 +84,40 @@ def step(group, chance, registered):
     rank, size = group.rank(), group.size()
     kind, count, root = chance.choice(KINDS), chance.choice(COUNTS), chance.randrange(size)
     base = float(chance.randrange(100))
-    if kind == "all_reduce":
-        tensor = torch.full((count,), base + rank)
+    own, total = torch.full((count,), base + rank), size * base + size * (size - 1) / 2
+    rows = [torch.empty(count) for _ in range(size)]
+    if kind in ("all_reduce", "registered"):
+        tensor = own if kind == "all_reduce" else registered[:count].copy_(own)
         group.all_reduce(tensor, background=False).result()
-        assert_all(tensor, size * base + size * (size - 1) / 2)
-    elif kind == "registered":
-        tensor = registered[:count]
-        tensor.fill_(base + rank)
-        group.all_reduce(tensor, background=False).result()
-        assert_all(tensor, size * base + size * (size - 1) / 2)
+        assert_all(tensor, total)
     elif kind == "reduce":
-        tensor = torch.full((count,), base + rank)
-        group.reduce(tensor, root, background=False).result()
-        assert_all(tensor, size * base + size * (size - 1) / 2 if rank == root else base + rank)
+        group.reduce(own, root, background=False).result()
+        assert_all(own, total if rank == root else base + rank)
     elif kind == "broadcast":
-        tensor = torch.full((count,), base + rank)
-        group.broadcast(tensor, root, background=False).result()
-        assert_all(tensor, base + root)
+        group.broadcast(own, root, background=False).result()
+        assert_all(own, base + root)
     elif kind == "all_gather":
-        tensors = [torch.empty(count) for _ in range(size)]
-        group.all_gather(tensors, torch.full((count,), base + rank), background=False).result()
-        for peer, tensor in enumerate(tensors):
-            assert_all(tensor, base + peer)
+        group.all_gather(rows, own, background=False).result()
+        for peer, row in enumerate(rows):
+            assert_all(row, base + peer)
     elif kind == "reduce_scatter":
-        output = torch.empty(count)
-        group.reduce_scatter(
-            output, [torch.full((count,), base + rank + peer) for peer in range(size)], background=False
-        ).result()
-        assert_all(output, size * (base + rank) + size * (size - 1) / 2)
+        group.reduce_scatter(rows[0], [own + peer for peer in range(size)], background=False).result()
+        assert_all(rows[0], total + size * rank)
     elif kind == "all_to_all":
-        tensors = [torch.empty(count) for _ in range(size)]
-        group.all_to_all(
-            tensors, [torch.full((count,), base + rank + 10 * peer) for peer in range(size)], background=False
-        ).result()
-        for peer, tensor in enumerate(tensors):
-            assert_all(tensor, base + peer + 10 * rank)
+        group.all_to_all(rows, [own + 10 * peer for peer in range(size)], background=False).result()
+        for peer, row in enumerate(rows):
+            assert_all(row, base + peer + 10 * rank)
     elif kind == "several":
-        tensors = [torch.full((count,), base + rank + number) for number in range(4)]
+        tensors = [own + number for number in range(4)]
         works = [group.all_reduce(tensor) for tensor in tensors]
         for number, work in enumerate(works):
             work.wait()
-            assert_all(tensors[number], size * (base + number) + size * (size - 1) / 2)
+            assert_all(tensors[number], total + size * number)
     elif kind == "pass on":
-        tensor = torch.empty(count)
-        receiving = group.recv(tensor, (rank - 1) % size)
-        group.send(torch.full((count,), base + rank), (rank + 1) % size, background=False).result()
+        receiving = group.recv(rows[0], (rank - 1) % size)
+        group.send(own, (rank + 1) % size, background=False).result()
         receiving.wait()
-        assert_all(tensor, base + (rank - 1) % size)
+        assert_all(rows[0], base + (rank - 1) % size)
     else:
         group.barrier(background=False).result()
 

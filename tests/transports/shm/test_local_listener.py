@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import os
@@ -90,43 +91,42 @@ def test_listen_by_descriptor_retries_when_its_socket_file_is_removed(monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def connect_strangers(monkeypatch):
+    """Let strangers connect to each listener: ``connect_strangers(count, packet)``. Without a packet they send nothing."""
+    with contextlib.ExitStack() as strangers:
+
+        def connect(count, packet=None):
+            address = LocalListener.address
+
+            def and_connect(listener):
+                own_address = address(listener)
+                for _ in range(count):
+                    stranger = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                    stranger.connect(f"\0asyncdist-{own_address['name']}")
+                    if packet is not None:
+                        stranger.send(packet)
+                return own_address
+
+            monkeypatch.setattr(LocalListener, "address", and_connect)
+
+        yield connect
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("packet", [None, b"", b"garbage", b"x" * 44, b"asyncdist/1\n" + bytes(32)])
-async def test_unauthenticated_connections_are_refused_and_do_not_block_peers(monkeypatch, packet):
-    address, strangers = LocalListener.address, []
-
-    def connect_strangers(listener):
-        own_address = address(listener)
-        for _ in range(3):
-            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            strangers.append(stranger)
-            stranger.connect(f"\0asyncdist-{own_address['name']}")
-            if packet is not None:
-                stranger.send(packet)
-        return own_address
-
-    monkeypatch.setattr(LocalListener, "address", connect_strangers)
+async def test_unauthenticated_connections_are_refused_and_do_not_block_peers(connect_strangers, packet):
+    connect_strangers(3, packet)
     began = time.monotonic()
-    try:
-        async with world_of(3, transport="shm") as groups:
-            assert time.monotonic() - began < 5
-            await check_sums(groups)
-    finally:
-        for stranger in strangers:
-            stranger.close()
+    async with world_of(3, transport="shm") as groups:
+        assert time.monotonic() - began < 5
+        await check_sums(groups)
 
 
-async def test_silent_strangers_give_way_to_peers(monkeypatch):
+async def test_silent_strangers_give_way_to_peers(monkeypatch, connect_strangers):
     monkeypatch.setattr(transport, "_MOST_STRANGERS", 2)
-    address, accept_peer, strangers = LocalListener.address, transport.accept_peer, []
-    waiting, most = 0, 0
-
-    def connect_strangers(listener):
-        own_address = address(listener)
-        for _ in range(40):
-            strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            strangers[-1].connect(f"\0asyncdist-{own_address['name']}")
-        return own_address
+    connect_strangers(40)
+    accept_peer, waiting, most = transport.accept_peer, 0, 0
 
     async def counted(*args):
         nonlocal waiting, most
@@ -137,14 +137,9 @@ async def test_silent_strangers_give_way_to_peers(monkeypatch):
         finally:
             waiting -= 1
 
-    monkeypatch.setattr(LocalListener, "address", connect_strangers)
     monkeypatch.setattr(transport, "accept_peer", counted)
-    try:
-        async with world_of(2, transport="shm") as groups:
-            await check_sums(groups)
-    finally:
-        for stranger in strangers:
-            stranger.close()
+    async with world_of(2, transport="shm") as groups:
+        await check_sums(groups)
     assert 0 < most < 10
 
 

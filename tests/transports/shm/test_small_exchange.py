@@ -17,6 +17,7 @@ from asyncdist.testing.collective_cases import moving, reducing
 from asyncdist_transports.shm.collectives.slot_table import SLOTS
 from asyncdist_transports.shm.collectives.small import MOST_NBYTES
 from asyncdist_transports.shm.transport import ShmTransport
+from tests.support.ranks import run_cases
 
 CALLS = 2 * SLOTS + 3
 
@@ -76,9 +77,7 @@ def test_repeated_calls_match_calls_with_strided_tensors(size):
 async def test_sizes_up_to_the_small_limit():
     async with world_of(2, transport="shm") as groups:
         for count in (0, 1, 1000, *(MOST_NBYTES // 4 // blocks + more for blocks in (1, 2) for more in (0, 1))):
-            for case in cases(2, count):
-                await asyncio.gather(*(work for group in groups for work in case.start(group)))
-                case.check()
+            await run_cases(groups, cases(2, count))
 
 
 @pytest.mark.parametrize("registered", [False, True])

@@ -17,7 +17,7 @@ from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import moving, reducing
 from asyncdist_transports.shm.collectives import streaming
 from asyncdist_transports.shm.collectives.slot_table import SLOTS, STREAM_PIECES
-from tests.support.ranks import native_of
+from tests.support.ranks import native_of, run_at_once
 
 SMALL = Config().with_(shm_area_nbytes=4096)
 PIECE = 1024  # float32 elements of a small area
@@ -168,13 +168,8 @@ async def test_piece_is_not_overwritten_before_it_is_read(eventually):
 async def check_all(groups, *counts):
     """Start every collective of a size on every rank, all of them before the first has finished, and compare."""
     for count in counts:
-        cases = [
-            *reducing(len(groups), count, torch.float32),
-            *moving(len(groups), count, torch.float32),
-        ]  # fmt: skip
-        await asyncio.gather(*(work for case in cases for group in groups for work in case.start(group)))
-        for case in cases:
-            case.check()
+        cases = [*reducing(len(groups), count, torch.float32), *moving(len(groups), count, torch.float32)]
+        await run_at_once(groups, cases)
 
 
 @pytest.mark.parametrize("ahead", [[0, 0], [streaming.AHEAD] * 2, [streaming.AHEAD, 0, 3]])

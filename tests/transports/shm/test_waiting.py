@@ -18,7 +18,7 @@ from asyncdist_transports.shm import memory_order
 from asyncdist_transports.shm.collectives import small
 from asyncdist_transports.shm.collectives.slot_table import AWAITS_SLOT, DONE, LINE, READ_ROUNDS, SLOTS, STEP
 from asyncdist_transports.shm.memory_order import Fence
-from tests.support.ranks import native_of
+from tests.support.ranks import native_of, run_cases
 
 pytestmark = pytest.mark.each_loop
 
@@ -113,9 +113,7 @@ def arm64(monkeypatch):
 @pytest.mark.parametrize("count", [7, 20_000])
 async def test_every_collective_with_the_fences_of_arm64(arm64, count):
     async with world_of(3, transport="shm", config=Config(shm_area_nbytes=1 << 14)) as groups:
-        for drill in collective_cases(3, count, torch.float32):
-            await asyncio.gather(*(work for group in groups for work in drill.start(group)))
-            drill.check()
+        await run_cases(groups, collective_cases(3, count, torch.float32))
 
 
 class Steps:

@@ -127,7 +127,9 @@ class Large:
 
         def read(k: int, round_index: int) -> None:
             if not k % 2:
-                self._reduce_block(pieces, own, pieces.of(own, k // 2), round_index, arithmetic)
+                piece = pieces.of(own, k // 2)
+                others = [pieces.staged(member.rank, self._rank, piece.numel(), round_index) for member in self._others]
+                arithmetic.reduce([piece, *others], piece)
                 return
             for member in self._others:
                 piece = pieces.of(blocks[member.rank], k // 2)
@@ -139,12 +141,6 @@ class Large:
         yield from state.run_rounds(
             2 * pieces.round_count(most), stage, read, self._others, self._others, reads_open=False
         )
-
-    def _reduce_block(
-        self, pieces: Pieces, own: Memory, piece: torch.Tensor, round_index: int, arithmetic: Arithmetic
-    ) -> None:
-        others = [pieces.staged(member.rank, self._rank, piece.numel(), round_index) for member in self._others]
-        arithmetic.reduce([piece, *others], piece)
 
     def _reduce(self, signature: CallSignature, number: int, tensor: torch.Tensor) -> Schedule:
         memory = flat_memory(tensor)

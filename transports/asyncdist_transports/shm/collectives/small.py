@@ -18,7 +18,7 @@ from asyncdist.kernel.algorithms.schedule import ScheduleOf
 from asyncdist.kernel.memory.shared_arena import ALIGNMENT
 from asyncdist.kernel.transport.native import CallSignature, PreparedCall
 from asyncdist_transports.shm.collectives.piece_layout import head_nbytes
-from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, LOCATION, RESULT, SLOTS, SlotTable
+from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, LOCATION, RESULT, SLOTS, SlotMember, SlotTable
 from asyncdist_transports.shm.collectives.small_exchange import Moves, MovesOf, NonUniformBlocks, SmallExchange
 from asyncdist_transports.shm.collectives.staging import POSTED, STAGED
 
@@ -121,25 +121,26 @@ class _SmallCall:
     # -- patterns ------------------------------------------------------------------------------
 
     def with_all(self, moves: MovesOf, goal: int = STAGED, fallback: PreparedCall | None = None) -> SmallExchange:
-        call = self.signature.fingerprint
-        return SmallExchange(
-            self.slots, call, self.area_nbytes, moves, self.others, first=goal, goal=goal, fallback=fallback
-        )
+        return self._exchange(moves, self.others, goal, goal, fallback)
 
-    def from_root(self, send: MovesOf, read: MovesOf) -> SmallExchange:
-        slots, call = self.slots, self.signature.fingerprint
-        # The root reads nothing, so its first step is its last.
-        if self.rank == self.root:
-            return SmallExchange(slots, call, self.area_nbytes, send, (), first=DONE, goal=STAGED)
-        return SmallExchange(
-            slots, call, self.area_nbytes, read, (slots.members_by_rank[self.root],), first=POSTED, goal=STAGED
-        )
+    def with_root(self, send: MovesOf, read: MovesOf, *, outward: bool) -> SmallExchange:
+        """Move data from the root to the others if ``outward``, else from the others to the root."""
+        at_root = self.rank == self.root
+        # A member that reads nothing has reached its last step at once.
+        if at_root == outward:
+            return self._exchange(send, (), DONE)
+        return self._exchange(read, self.others if at_root else [self.slots.members_by_rank[self.root]], POSTED)
 
-    def to_root(self, send: MovesOf, read: MovesOf) -> SmallExchange:
+    def _exchange(
+        self,
+        moves: MovesOf,
+        sources: Sequence[SlotMember],
+        first: int,
+        goal: int = STAGED,
+        fallback: PreparedCall | None = None,
+    ) -> SmallExchange:
         slots, call = self.slots, self.signature.fingerprint
-        if self.rank == self.root:
-            return SmallExchange(slots, call, self.area_nbytes, read, self.others, first=POSTED, goal=STAGED)
-        return SmallExchange(slots, call, self.area_nbytes, send, (), first=DONE, goal=STAGED)
+        return SmallExchange(slots, call, self.area_nbytes, moves, sources, first=first, goal=goal, fallback=fallback)
 
 
 # -- reducing -----------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ def _reduce(small: _SmallCall) -> SmallExchange:
         areas = [small.staged_block(number, member.rank) for member in small.others]
         return Moves(None, lambda tensor: arithmetic.reduce([tensor, *areas], tensor))
 
-    return small.to_root(send, read)
+    return small.with_root(send, read, outward=False)
 
 
 def _reduce_scatter(small: _SmallCall) -> SmallExchange:
@@ -245,7 +246,7 @@ def _broadcast(small: _SmallCall) -> SmallExchange:
         source = small.address(number, small.root)
         return Moves(None, lambda tensor: move(tensor.data_ptr(), source, nbytes))
 
-    return small.from_root(send, read)
+    return small.with_root(send, read, outward=True)
 
 
 def _all_gather(small: _SmallCall) -> SmallExchange:
@@ -286,7 +287,7 @@ def _gather(small: _SmallCall) -> SmallExchange:
 
         return Moves(None, collect)
 
-    return small.to_root(send, read)
+    return small.with_root(send, read, outward=False)
 
 
 def _scatter(small: _SmallCall) -> SmallExchange:
@@ -305,7 +306,7 @@ def _scatter(small: _SmallCall) -> SmallExchange:
         source = small.address(number, small.root, rank)
         return Moves(None, lambda tensor, blocks: move(tensor.data_ptr(), source, nbytes))
 
-    return small.from_root(send, read)
+    return small.with_root(send, read, outward=True)
 
 
 def _all_to_all(small: _SmallCall) -> SmallExchange:
