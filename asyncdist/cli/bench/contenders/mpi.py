@@ -14,7 +14,7 @@ from asyncdist.base.callables import Callback
 from asyncdist.cli.machine import installed
 
 if TYPE_CHECKING:
-    from asyncdist.cli.bench.workloads.collectives import Traffic
+    from asyncdist.cli.bench.traffic import Traffic
 
 
 def mpi_missing() -> str | None:
@@ -54,7 +54,7 @@ def prepare_mpi_call(world: Any, case: Traffic) -> Callback:
     if case.name == "barrier":
         return lambda: world.Barrier()
     source, target = case.input.numpy(), case.output.numpy()
-    if case.in_place:
+    if case.kind.in_place:
         return _in_place(world, case, source)
     calls: dict[str, Callback] = {
         "all_gather": lambda: world.Allgather(source, target),

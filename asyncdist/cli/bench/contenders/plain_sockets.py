@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from asyncdist.base.callables import Callback
-from asyncdist.cli.bench.workloads.collectives import Traffic
+from asyncdist.cli.bench.traffic import Traffic
 
 _ONE_ROUND_NBYTES = 64 << 10
 _SEND_NBYTES = 1 << 20

@@ -1,7 +1,11 @@
-"""Let all ranks start a timed call at the same instant, without using the contenders. Used by `rank` and the contenders."""
+"""Let all ranks start a timed call at the same instant, without using the contenders. Used by `rank` and the contenders.
+
+A TCP socket connects every two ranks. The contender "raw" uses the sockets too.
+"""
 
 from __future__ import annotations
 
+import hmac
 import os
 import select
 import socket
@@ -11,8 +15,48 @@ from time import monotonic_ns
 
 from asyncdist.base.callables import Callback
 
+_HELLO = struct.Struct("!16sI")  # the token, and the rank that connects
 _INSTANT = struct.Struct("!q")
 _AHEAD_NS = 40_000  # from rank 0's message to the start, for each rank of a core
+
+
+def connect_ranks(
+    rank: int, server: socket.socket, addresses: Sequence[tuple[str, int]], token: bytes, timeout: float = 30.0
+) -> list[socket.socket | None]:
+    """Connect to all lower ranks and accept all higher ones; return the sockets by rank, None for this rank.
+
+    The sockets are non-blocking, with TCP_NODELAY.
+
+    Args:
+        rank: This rank.
+        server: This rank's listening socket.
+        addresses: The addresses of all ranks' listening sockets.
+        token: 16 bytes that every rank sends first. Other connections are closed.
+        timeout: Seconds to wait for each connection.
+
+    Raises:
+        TimeoutError: A rank does not connect.
+    """
+    table: list[socket.socket | None] = [None] * len(addresses)
+    for peer in range(rank):
+        connected = socket.create_connection(addresses[peer], timeout)
+        connected.sendall(_HELLO.pack(token, rank))
+        table[peer] = connected
+    server.settimeout(timeout)
+    while any(sock is None for sock in table[rank + 1 :]):
+        accepted, _ = server.accept()
+        accepted.settimeout(timeout)
+        hello = accepted.recv(_HELLO.size, socket.MSG_WAITALL)
+        received, peer = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
+        if hmac.compare_digest(received, token) and rank < peer < len(addresses) and table[peer] is None:
+            table[peer] = accepted
+        else:
+            accepted.close()
+    for sock in table:
+        if sock is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setblocking(False)
+    return table
 
 
 class StartPacer:
