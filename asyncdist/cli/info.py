@@ -54,7 +54,9 @@ def info(
     """
     from asyncdist.cli import tables
     from asyncdist.cli.console import screen
+    from asyncdist.cli.machine import machine
     from asyncdist.config import Config
+    from asyncdist.kernel.transport import registry
 
     config, console = Config.from_environment(), screen()
     if collective is not None:
@@ -68,9 +70,9 @@ def info(
     if as_json:
         click.echo(json.dumps(tables.facts(config)))
         return
-    tables.show_versions(console)
+    tables.show_facts(console, "This machine", machine())
     tables.show_waiting(console, config)
-    tables.show_transports(console)
+    tables.show_registered(console, "Transports (the preferred first)", registry.TRANSPORTS)
     tables.show_model(console, config)
     tables.show_devices(console)
     tables.show_addresses(console, config)

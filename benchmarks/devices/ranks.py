@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from time import perf_counter
@@ -19,7 +19,7 @@ import torch.distributed
 
 import asyncdist
 from asyncdist import sync
-from asyncdist.base.callables import Callback
+from asyncdist.base.callables import AnyFunction, Callback
 from asyncdist.cli.bench.contenders.contenders import (
     TIMEOUT,
     Awaited,
@@ -92,7 +92,7 @@ class AwaitedWithTicks(Awaited):
     """asyncdist's awaited API on a loop with a periodic task, whose delay shows for how long calls block the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, group: asyncdist.Group, **options: Any) -> None:
-        def prepare(case: Traffic) -> Callable[[], Any]:
+        def prepare(case: Traffic) -> AnyFunction:
             self._late.clear()
             call = _send_awaited if case.name == "send" else case.kind.call
             return partial(self._ticking, partial(call, case, asyncdist, group))
@@ -105,7 +105,7 @@ class AwaitedWithTicks(Awaited):
         """The most seconds by which the task was late in a call of the last case, without the first one, which connects."""
         return max(self._late[1:], default=0.0)
 
-    async def _ticking(self, call: Callable[[], Any]) -> None:
+    async def _ticking(self, call: AnyFunction) -> None:
         last, late = perf_counter(), 0.0
 
         def note() -> None:
@@ -216,7 +216,7 @@ def open_contenders(
 
 
 def _open_backends(
-    world: Callable[[str], dict[str, Any]],
+    world: AnyFunction,
     device: torch.device,
     backends: Sequence[str],
     absent: dict[str, str],

@@ -5,11 +5,11 @@ Called by `rank`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from asyncdist.base.callables import Callback
+from asyncdist.base.callables import AnyFunction, Callback
 from asyncdist.cli.bench.contenders.contenders import CallTime, Contender, nothing
 from asyncdist.cli.bench.limits import CpuMeter
 from asyncdist.cli.bench.plan import BenchPlan, in_turns, rounds
@@ -28,7 +28,7 @@ class TimedContender(NamedTuple):
 
     contender: Contender
     case: Traffic
-    call: Callable[[], Any]
+    call: AnyFunction
 
     @classmethod
     def of(cls, contender: Contender, case: Traffic) -> TimedContender:

@@ -115,7 +115,7 @@ def _legend(figure: Any, axes: Any, spare: Sequence[Any]) -> None:
 
 
 def _draw(axes: Any, panel: Panel, lines: Mapping[str, Line]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator, PercentFormatter
+    from matplotlib.ticker import EngFormatter, PercentFormatter
 
     for contender, (label, colour, style, width, marker) in lines.items():
         if contender not in panel.points:
@@ -133,13 +133,9 @@ def _draw(axes: Any, panel: Panel, lines: Mapping[str, Line]) -> None:
         return
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(ticks)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(round(value))))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    span = axes.get_ylim()[1] / axes.get_ylim()[0]
-    axes.yaxis.set_major_locator(LogLocator(subs=(1,) if span > 300 else (1, 2, 5)))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xticks(ticks, [size(nbytes).removesuffix("iB").replace(" ", "") for nbytes in ticks])
+    axes.yaxis.set_major_formatter(EngFormatter("s"))
+    axes.minorticks_off()
     _finish(axes, panel.title, "size of the tensor", "median time of a call (band: to p99)")
 
 
@@ -152,14 +148,3 @@ def _finish(axes: Any, title: str, across: str, up: str) -> None:
     axes.set_axisbelow(True)
     axes.tick_params(colors=_INK, labelsize=8.5, length=0, which="both")
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
-
-
-def _short(nbytes: int) -> str:
-    """Write a size briefly: ``64K``."""
-    return size(nbytes).removesuffix("iB").replace(" ", "")
-
-
-def _tick(seconds: float) -> str:
-    """Write a round time without trailing digits: ``20 µs``."""
-    unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= unit), (1e-6, "µs"))
-    return f"{seconds / unit:.3g} {name}"

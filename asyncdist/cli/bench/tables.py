@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from asyncdist.cli.bench.limits import least_nbytes, limit_of, rate_in_bytes
 from asyncdist.cli.bench.plan import RIVALS, BenchPlan
 from asyncdist.cli.bench.result import Report, ResultRow, by_name
-from asyncdist.cli.page import Grid, Page, about_machine, bandwidth, duration, size, times
+from asyncdist.cli.page import Grid, Page, about_machine, duration, size, times
 
 Cell = Callable[[ResultRow], str]
 """Returns the text of a column in one row."""
@@ -32,9 +32,7 @@ _MEANINGS = {
 _EXPLANATION = (
     "Contenders took turns in one run, in the same processes, and every result was checked. Times are of single calls on "
     "rank 0: back to back below 8 MiB; above, and for rooted collectives, all ranks start each call at the same instant. "
-    "*vs*: how many times faster asyncdist is. *× copy*: the time in memory copies. *− direct*: how much longer a call "
-    "takes than with asyncdist's blocking API. *algbw*: bytes over the median time; *busbw*: the resulting load of the "
-    "busiest link (all_reduce: × 2(n−1)/n)."
+    "Medians; *p99*, *vs* (how many times faster it is) and *× copy* (its time in memory copies) are those of *asyncdist*."
 )
 _EXPLANATION_OF_HOSTS = (
     "The hosts are network namespaces of one machine, so they share its processors. *link*: the share of the link's rate "
@@ -42,7 +40,6 @@ _EXPLANATION_OF_HOSTS = (
     "(all_reduce: 2(h−1)/h times the tensor between h hosts). *limit*: what limits asyncdist: the link from a share of "
     "85 % on; else the CPU, if all processors together were busy for 90 % of the time or longer; else latency."
 )
-_MOST_COLUMNS = 9  # more columns are divided between two tables: times, and ratios with bandwidths
 
 
 def bench_page(report: Report) -> Page:
@@ -95,42 +92,18 @@ def _meaning(contender: str, plan: BenchPlan) -> str:
 
 def _collective_grids(report: Report) -> Iterator[Grid]:
     for collective, rows in by_name(report.rows).items():
-        for caption, columns in sections(report.plan):
-            yield Grid.of(f"{collective}, {_placed(report.plan)}", columns, rows, caption)
+        yield Grid.of(f"{collective}, {_placed(report.plan)}", columns_of(report.plan), rows)
 
 
-def sections(plan: BenchPlan) -> list[tuple[str, list[Column]]]:
-    """Return the tables of each collective: the caption and the columns."""
-    size_of: Column = ("size", lambda row: size(row.nbytes) if row.nbytes else "—")
-    medians, ratios = _medians(plan), _ratios(plan)
-    if 1 + len(medians) + len(ratios) <= _MOST_COLUMNS:
-        return [("", [size_of, *medians, *ratios])]
-    return [("median time of a call", [size_of, *medians]), ("ratios and bandwidth", [size_of, *ratios])]
-
-
-def _medians(plan: BenchPlan) -> list[Column]:
-    columns = [(_label(who), _median(who)) for who in plan.contenders if who != "idle"]
-    columns.insert(1, ("p99", lambda row: duration(row.blocking.p99)))
-    return columns
-
-
-def _ratios(plan: BenchPlan) -> list[Column]:
-    columns: list[Column] = []
-    for who in ("asyncdist", *(("registered",) if plan.registered else ()), *plan.through):
-        prefix = "" if who == "asyncdist" else f"{_label(who)}\n"
-        columns += [(f"{prefix}vs {rival}", _ratio(rival, who)) for rival in plan.contenders if rival in RIVALS]
-        if "copy" in plan.contenders:
-            columns.append((f"{prefix}× copy", _ratio(who, "copy")))
-    columns += [(f"{_label(who)}\n− direct", _above_blocking(who)) for who in plan.through]
-    if "idle" in plan.contenders:
-        columns.append((_label("idle"), _median("idle")))
-    if plan.awaited:
-        columns.append(("await − block", _above_blocking("awaited")))
-    if plan.hosts > 1:
-        return columns + _link_columns(plan)
-    columns.append(("algbw", lambda row: bandwidth(row.algorithm_bandwidth) if row.nbytes else "—"))
-    columns.append(("busbw", lambda row: bandwidth(row.bus_bandwidth) if row.nbytes else "—"))
-    return columns
+def columns_of(plan: BenchPlan) -> list[Column]:
+    """Return the columns of the table of a collective."""
+    columns: list[Column] = [("size", lambda row: size(row.nbytes) if row.nbytes else "—")]
+    columns += [(_label(who), _median(who)) for who in plan.contenders]
+    columns.insert(2, ("p99", lambda row: duration(row.blocking.p99)))
+    columns += [(f"vs {rival}", _ratio(rival, "asyncdist")) for rival in plan.contenders if rival in RIVALS]
+    if "copy" in plan.contenders:
+        columns.append(("× copy", _ratio("asyncdist", "copy")))
+    return columns + (_link_columns(plan) if plan.hosts > 1 else [])
 
 
 def _median(contender: str) -> Cell:
@@ -139,14 +112,6 @@ def _median(contender: str) -> Cell:
 
 def _ratio(contender: str, to: str) -> Cell:
     return lambda row: times(row.ratio(contender, to))
-
-
-def _above_blocking(contender: str) -> Cell:
-    def text(row: ResultRow) -> str:
-        above = row.above_blocking(contender)
-        return "—" if above is None else f"{above * 1e6:+.1f} µs"
-
-    return text
 
 
 # -- between hosts ----------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def test_run_with_every_contender_gives_tables_figures_and_plots(tmp_path):
         assert [set(row["times_faster_than"][who]) for who in ("asyncdist", "torch")] == [{"gloo", "raw"}] * 2
         medians = [row["contenders"][who]["median_us"] for who in ("torch", "asyncdist")]
         assert row["above_blocking_us"]["torch"] == pytest.approx(medians[0] - medians[1])
-    for words in ("all_reduce, 2 ranks", "1 KiB", "vs gloo", "memory copy", "through torch", "torch, idle", "− direct"):
+    for words in ("all_reduce, 2 ranks", "1 KiB", "vs gloo", "memory copy", "through torch", "torch, idle", "× copy"):
         assert words in run.stderr
     page = (folder / "bench.md").read_text()
     assert "| 1 KiB |" in page

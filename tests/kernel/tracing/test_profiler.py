@@ -83,5 +83,5 @@ async def test_profiler_shows_device_operations():
 
 
 def test_no_span_without_profiler(monkeypatch):
-    monkeypatch.setattr("asyncdist.kernel.tracing.profiler.begin", None)
+    monkeypatch.setattr("asyncdist.kernel.tracing.recorder.enter_span", None)
     run_ranks(2, lambda group: group.all_reduce(torch.ones(4), background=False).wait())

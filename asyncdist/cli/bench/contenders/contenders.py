@@ -20,7 +20,7 @@ import torch.distributed
 import asyncdist
 from asyncdist import sync
 from asyncdist.base.background_loop import new_loop
-from asyncdist.base.callables import Callback
+from asyncdist.base.callables import AnyFunction, Callback
 from asyncdist.cli.bench.contenders import mpi, plain_sockets
 from asyncdist.cli.bench.pacing import StartPacer
 from asyncdist.cli.bench.plan import COLLECTIVES, THROUGH_TORCH, BenchPlan
@@ -29,6 +29,8 @@ from asyncdist.cli.bench.traffic import Empty, Traffic
 TIMEOUT = 60.0
 """Seconds after which a call fails, which ends the run."""
 
+Prepare = Callable[[Traffic], AnyFunction]
+"""Returns a function that makes one call of a collective; for `Awaited`, one that returns an awaitable."""
 CallTime = tuple[float, float]
 """Seconds until a call returned, and until its data was there."""
 
@@ -42,7 +44,7 @@ class Contender:
 
     Args:
         name: The contender's key in the results.
-        prepare: Returns a function that makes one call of a collective.
+        prepare: See `Prepare`.
         empty: Makes a tensor of the kind that the contender uses.
         collectives: The collectives that the contender can execute; None for all.
         has_result: Whether there is a result to check.
@@ -51,7 +53,7 @@ class Contender:
     def __init__(
         self,
         name: str,
-        prepare: Callable[[Traffic], Callable[[], Any]],
+        prepare: Prepare,
         *,
         empty: Empty = torch.empty,
         collectives: Collection[str] | None = None,
@@ -60,9 +62,7 @@ class Contender:
         self.name, self.prepare, self.empty = name, prepare, empty
         self.collectives, self.has_result = collectives, has_result
 
-    def run(
-        self, case: Traffic, call: Callable[[], Any], calls: int, before: Callback, after: Callback
-    ) -> list[CallTime]:
+    def run(self, case: Traffic, call: AnyFunction, calls: int, before: Callback, after: Callback) -> list[CallTime]:
         """Make ``calls`` calls and return the times of each. ``before`` and ``after`` run around each call, untimed."""
         times = []
         for _ in range(calls):
@@ -81,15 +81,11 @@ class Contender:
 class Copy(Contender):
     """Memory traffic of rank 0 alone, while the other ranks sleep: ``alone(work)`` sees to that."""
 
-    def __init__(
-        self, alone: Callable[[Callback], object], prepare: Callable[[Traffic], Callback], **options: Any
-    ) -> None:
+    def __init__(self, alone: Callable[[Callback], object], prepare: Prepare, **options: Any) -> None:
         super().__init__("copy", prepare, has_result=False, **options)
         self._alone = alone
 
-    def run(
-        self, case: Traffic, call: Callable[[], Any], calls: int, before: Callback, after: Callback
-    ) -> list[CallTime]:
+    def run(self, case: Traffic, call: AnyFunction, calls: int, before: Callback, after: Callback) -> list[CallTime]:
         times = [(0.0, 0.0)] * calls
 
         def work() -> None:
@@ -102,18 +98,14 @@ class Copy(Contender):
 class Awaited(Contender):
     """asyncdist's awaited API, in a world on an event loop of its own (uvloop if installed)."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, prepare: Callable[[Traffic], Callable[[], Any]], **options: Any
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, prepare: Prepare, **options: Any) -> None:
         super().__init__("awaited", prepare, **options)
         self.loop = loop
 
-    def run(
-        self, case: Traffic, call: Callable[[], Any], calls: int, before: Callback, after: Callback
-    ) -> list[CallTime]:
+    def run(self, case: Traffic, call: AnyFunction, calls: int, before: Callback, after: Callback) -> list[CallTime]:
         return self.loop.run_until_complete(self._run(call, calls, before, after))
 
-    async def _run(self, call: Callable[[], Any], calls: int, before: Callback, after: Callback) -> list[CallTime]:
+    async def _run(self, call: AnyFunction, calls: int, before: Callback, after: Callback) -> list[CallTime]:
         times = []
         for _ in range(calls):
             before()
