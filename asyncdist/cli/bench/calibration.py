@@ -40,9 +40,6 @@ async def calibrate(path: Path) -> None:
 
     Every rank calls it, as torchrun or another launcher has started it on each host.
 
-    Args:
-        path: The profile.
-
     Raises:
         UsageError: All ranks are on one host.
         BenchmarkError: A link failed, or was too slow to be measured.

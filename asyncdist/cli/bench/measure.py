@@ -81,12 +81,9 @@ def measure(
     """Check the result of every contender once, then time them; called on every rank with the same arguments.
 
     Args:
-        entries: Contenders, all with one collective at one size.
         start: Returns on all ranks at the same instant.
-        calls: The timed calls of each contender.
-        block: The calls of a contender in each turn.
+        calls: The timed calls of each contender, of which it makes ``block`` in each turn.
         paced: Whether all ranks start each call together.
-        meter: Adds up how busy the processors are during the calls of each contender.
 
     Raises:
         BenchmarkError: A result is wrong.

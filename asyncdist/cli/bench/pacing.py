@@ -25,17 +25,8 @@ def connect_ranks(
 ) -> list[socket.socket | None]:
     """Connect to all lower ranks and accept all higher ones; return the sockets by rank, None for this rank.
 
-    The sockets are non-blocking, with TCP_NODELAY.
-
-    Args:
-        rank: This rank.
-        server: This rank's listening socket.
-        addresses: The addresses of all ranks' listening sockets.
-        token: 16 bytes that every rank sends first. Other connections are closed.
-        timeout: Seconds to wait for each connection.
-
-    Raises:
-        TimeoutError: A rank does not connect.
+    The sockets are non-blocking, with TCP_NODELAY. ``addresses`` are those of the ranks' listening sockets. Every rank
+    sends ``token``, 16 bytes, first; other connections are closed. Raises TimeoutError if a rank does not connect.
     """
     table: list[socket.socket | None] = [None] * len(addresses)
     for peer in range(rank):
@@ -65,11 +56,8 @@ class StartPacer:
     When all ranks have arrived, rank 0 sends them an instant of the host's monotonic clock, and all ranks spin until then.
     So a rank's time does not include the wake-up of another rank, and no core sleeps when a call begins.
 
-    Args:
-        rank: This rank.
-        sockets: Connected, non-blocking sockets by rank; None for this rank.
-        sleeps: Whether ranks sleep while they wait for each other, and start when they are woken. A rank that spins beside
-            a process that computes would have used up its share of the core when the call begins.
+    With ``sleeps`` ranks sleep while they wait for each other, and start when they are woken: a rank that spins beside a
+    process that computes would have used up its share of the core when the call begins.
     """
 
     def __init__(self, rank: int, sockets: Sequence[socket.socket | None], *, sleeps: bool = False) -> None:

@@ -37,17 +37,11 @@ class BenchPlan:
     """One run.
 
     Attributes:
-        collectives: Names from `COLLECTIVES`.
-        sizes: Sizes of the tensors in bytes.
-        ranks: The number of rank processes.
-        against: Names from `RIVALS`.
-        awaited: Whether to also measure asyncdist's awaited API.
-        registered: Whether to also measure registered tensors.
-        through: Names from `THROUGH`.
+        sizes: Of the tensors, in bytes.
         transports: The contenders "asyncdist", "registered", "awaited" and "torch" use the first one. Each further one is
             another contender.
         repeat: The number of timed calls; None for a number that depends on the size.
-        busy: The number of processes that compute on the same cores, as data loaders or another job do.
+        busy: The number of processes that compute on the same cores.
         hosts: The number of hosts: 1 for this machine, more for a test bed of `asyncdist.testing.hosts`.
         link: The rate of each host's link in the words of ``tc``; no limit if empty.
     """

@@ -33,13 +33,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class ResultRow:
-    """One measurement: a collective at one size.
+    """A collective at one size, 0 for a barrier.
 
     Attributes:
-        name: From `plan.COLLECTIVES`.
-        nbytes: The size of the tensor, 0 for a barrier.
-        ranks: The number of ranks.
-        timings: By contender. "copy" is the memory traffic of the operation by one process alone.
+        timings: By contender, from `plan.CONTENDERS`.
         busy: By contender, the share of the processors' time in which these were busy; only between hosts.
     """
 

@@ -37,16 +37,7 @@ class CollectiveKind(NamedTuple):
 
 
 class Traffic:
-    """One collective among ``ranks`` ranks.
-
-    Args:
-        name: The collective, from `KINDS`.
-        rank: This rank.
-        ranks: The number of ranks.
-        nbytes: The size in bytes, which is then `rounded`.
-        empty: Makes the tensors.
-        kind: Another kind under this name.
-    """
+    """One collective among ``ranks`` ranks: from `KINDS`, or another ``kind``. The size in bytes is `rounded`."""
 
     def __init__(
         self,
@@ -71,7 +62,7 @@ class Traffic:
         self._result: Any = self.output if self.on_device else memoryview(memory)
 
     def expected(self, contribution: Contribution) -> torch.Tensor | None:
-        """Return the expected ``output`` for the inputs of all ranks; None if this rank has no output."""
+        """Return the expected ``output`` for the inputs of all ranks; None without an output."""
         return self.kind.expected(self, contribution)
 
     def contribution(self, rank: int) -> torch.Tensor:

@@ -26,13 +26,7 @@ Spans = dict[int, memoryview]
 
 
 class Sockets:
-    """The connections of one rank.
-
-    Args:
-        rank: This rank.
-        sockets: Connected, non-blocking sockets by rank; None for this rank.
-        ranks_per_host: The number of ranks on each host. Neighbouring ranks share a host.
-    """
+    """The connections of one rank, made by `pacing.connect_ranks`. Neighbouring ranks share a host."""
 
     def __init__(self, rank: int, sockets: Sequence[socket.socket | None], ranks_per_host: int = 1) -> None:
         self.rank, self.ranks_per_host = rank, ranks_per_host
@@ -135,12 +129,8 @@ class _Steps:
     def _by_hosts(self, own: memoryview, other: memoryview, combine: Callback) -> list[Callback]:
         """Return the steps of an exchange by the first rank of each host, with recursive doubling between the hosts.
 
-        Empty unless there are several hosts, a power of two, with several ranks each.
-
-        Args:
-            own: This rank's bytes, and the result.
-            other: Receives the bytes of another rank.
-            combine: Combines both in ``own``.
+        ``combine`` combines this rank's bytes ``own`` with those that ``other`` has received, in ``own``. Empty unless
+        there are several hosts, a power of two, with several ranks each.
         """
         rank, each = self._rank, self._sockets.ranks_per_host
         hosts = self._ranks // each
