@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from asyncdist.cli.bench.limits import rate_in_bytes
+from asyncdist.cli.option_types import Rate
 from asyncdist.cli.page import Column, Grid, duration, times
 from benchmarks.benchmark import Benchmark, option
 from benchmarks.ddp.names import ALONE, CONTENDERS, HEADS, KEPT, MODELS, ON_TWO_HOSTS, PARTS, STEPS
@@ -32,17 +33,6 @@ _TRAINED = {ALONE: "each member alone", "data parallel": "data parallel, no limi
 """The contenders of the part "diloco". The second one sends a hundred times the bytes, on a link without a limit."""
 
 
-class _Rate(click.ParamType):  # type: ignore[type-arg]
-    name = "rate"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            rate_in_bytes(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        return str(value)
-
-
 @dataclass(frozen=True)
 class DdpPlan:
     """What to measure. Tables show medians of the rounds' medians."""
@@ -55,8 +45,8 @@ class DdpPlan:
     )
     steps: int = option(10, "Steps of a contender in a round.")
     ranks: int = option(2, "Number of ranks on one host.", click.IntRange(2, 64))
-    rate: str = option("1gbit", "Link between the hosts of `hosts`.", _Rate())
-    slow_rate: str = option("100mbit", "Link between the hosts of `diloco`.", _Rate())
+    rate: str = option("1gbit", "Link between the hosts of `hosts`.", Rate())
+    slow_rate: str = option("100mbit", "Link between the hosts of `diloco`.", Rate())
     every: int = option(100, "Inner steps between two outer steps.", click.IntRange(5))
     outer_steps: int = option(10, "Outer steps of `diloco`.")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from asyncdist.cli.bench.plan import COLLECTIVES, CONTENDERS, RIVALS, THROUGH, THROUGH_TORCH, BenchPlan
-from asyncdist.cli.option_types import ListOf, NamesAmong, NewFile, NewFolder, reporting_write_errors
+from asyncdist.cli.option_types import ListOf, NamesAmong, NewFile, NewFolder, Rate, reporting_write_errors
 from asyncdist.config import whole_number
 
 if TYPE_CHECKING:
@@ -57,16 +57,6 @@ def _rivals(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
     return tuple(rival for rival in RIVALS if rival != "mpi" or missing is None)
 
 
-def _link(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    from asyncdist.cli.bench.limits import rate_in_bytes
-
-    try:
-        rate_in_bytes(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    return value
-
-
 def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
     """Refuse further transports with the name of a contender, because the name of each is a key of the results."""
     for name in value[1:]:
@@ -102,7 +92,7 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
     "--link",
     default="1gbit",
     show_default=True,
-    callback=_link,
+    type=Rate(),
     help="Rate of the link of each of several --hosts, in the words of tc.",
 )
 @click.option("--sizes", type=_SIZE_LIST, help=f"Tensor sizes in bytes.  [default: {_SIZES}]")
