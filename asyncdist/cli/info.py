@@ -35,12 +35,7 @@ _SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all settings.")
 @click.pass_context
 def info(
-    ctx: click.Context,
-    collective: str | None,
-    ranks: int,
-    sizes: tuple[int, ...],
-    every_setting: bool,
-    as_json: bool,
+    ctx: click.Context, collective: str | None, ranks: int, sizes: tuple[int, ...], every_setting: bool, as_json: bool
 ) -> None:
     """Show versions, transports, device back ends, addresses and settings; or explain the choice of algorithms.
 

@@ -142,7 +142,7 @@ class DdpBenchmark(Benchmark[DdpPlan]):
     def _steps(self, part: str, model: str) -> Case:
         """Time the training steps of one model in every round."""
         contenders, rounds = STEPS[part].contenders, self.plan.rounds_of(part)
-        case = Case(part, MODELS[model].title, facts={"model": model, "notes": {}})
+        case = Case(part, MODELS[model], facts={"model": model, "notes": {}})
         if two_hosts := part in ON_TWO_HOSTS:
             self._limit(self.plan.rate)
         for number in range(rounds):
@@ -160,8 +160,7 @@ class DdpBenchmark(Benchmark[DdpPlan]):
     def _memory(self) -> list[Case]:
         """Measure the memory of each contender with each model."""
         cases = [
-            Case("memory", MODELS[model].title, "B", facts={"model": model, "largest_bucket": {}})
-            for model in _MEMORY_MODELS
+            Case("memory", MODELS[model], "B", facts={"model": model, "largest_bucket": {}}) for model in _MEMORY_MODELS
         ]
         rounds = self.plan.rounds_of("memory")
         for number in range(rounds):

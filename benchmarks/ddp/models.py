@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.ddp.names import HEADS, MODELS
+from benchmarks.ddp.names import HEADS
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and the class of each."""
@@ -161,14 +161,12 @@ def _batch(*shape: int) -> Batch:
 
 
 WORKLOADS = {
-    "mlp": Workload(perceptron, lambda: _batch(MODELS["mlp"].batch, _INPUTS)),
-    "large": Workload(large_perceptron, lambda: _batch(MODELS["large"].batch, _INPUTS)),
-    "small": Workload(ManySmall, lambda: _batch(MODELS["small"].batch, 64)),
-    "transformer": Workload(lambda: Transformer(layers=8), lambda: sentences(MODELS["transformer"].batch)),
-    "fsdp2": Workload(Transformer, lambda: sentences(MODELS["fsdp2"].batch), sharded),
-    "tensor_parallel": Workload(
-        Transformer, lambda: sentences(MODELS["tensor_parallel"].batch), divided, own_batches=False
-    ),
-    "convolutions": Workload(convolutions, lambda: _batch(MODELS["convolutions"].batch, 512, 4, 4)),
+    "mlp": Workload(perceptron, lambda: _batch(16, _INPUTS)),
+    "large": Workload(large_perceptron, lambda: _batch(16, _INPUTS)),
+    "small": Workload(ManySmall, lambda: _batch(16, 64)),
+    "transformer": Workload(lambda: Transformer(layers=8), lambda: sentences(6)),
+    "fsdp2": Workload(Transformer, lambda: sentences(2), sharded),
+    "tensor_parallel": Workload(Transformer, lambda: sentences(2), divided, own_batches=False),
+    "convolutions": Workload(convolutions, lambda: _batch(1, 512, 4, 4)),
 }
 """What `names.MODELS` names."""

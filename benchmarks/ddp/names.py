@@ -16,31 +16,19 @@ PARTS = {
 ON_TWO_HOSTS = ("hosts", "diloco")
 
 
-class TrainedModel(NamedTuple):
-    """A model of the benchmark; `models` makes it.
-
-    Attributes:
-        title: Its name in tables.
-        batch: How many inputs each rank has in a step.
-    """
-
-    title: str
-    batch: int
-
-
 HEADS = 4
 """Attention heads of the transformer. The number of ranks must divide it for tensor parallel."""
 
 MODELS = {
-    "mlp": TrainedModel("an MLP of 6.3 M parameters, 16 inputs", 16),
-    "large": TrainedModel("an MLP of 25 M parameters, 16 inputs", 16),
-    "small": TrainedModel("1,000 parameters of 1 or 64 elements, 16 inputs", 16),
-    "transformer": TrainedModel("a transformer of 6.4 M parameters, 6 sequences of 64", 6),
-    "fsdp2": TrainedModel("FSDP2, a transformer of 3.2 M parameters, 2 sequences of 64 per rank", 2),
-    "tensor_parallel": TrainedModel("tensor parallel, a transformer of 3.2 M parameters, 2 sequences of 64", 2),
-    "convolutions": TrainedModel("a convolutional network of 24 M parameters, one picture", 1),
+    "mlp": "an MLP of 6.3 M parameters, 16 inputs",
+    "large": "an MLP of 25 M parameters, 16 inputs",
+    "small": "1,000 parameters of 1 or 64 elements, 16 inputs",
+    "transformer": "a transformer of 6.4 M parameters, 6 sequences of 64",
+    "fsdp2": "FSDP2, a transformer of 3.2 M parameters, 2 sequences of 64 per rank",
+    "tensor_parallel": "tensor parallel, a transformer of 3.2 M parameters, 2 sequences of 64",
+    "convolutions": "a convolutional network of 24 M parameters, one picture",
 }
-"""The models by name."""
+"""The titles of the models, by name; `models` makes them."""
 
 ALONE = "alone"
 """The contender that trains without communication, on all ranks at the same time. The others are compared with it."""

@@ -41,13 +41,7 @@ _MOST_CALLS = 200
 
 
 def time_calls(
-    test: Connection,
-    where: str,
-    rank: int,
-    size: int,
-    kind: str,
-    cases: Sequence[tuple[str, int]],
-    repeat: int | None,
+    test: Connection, where: str, rank: int, size: int, kind: str, cases: Sequence[tuple[str, int]], repeat: int | None
 ) -> None:
     """Time the calls of every usable contender in turns.
 

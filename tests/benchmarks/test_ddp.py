@@ -121,14 +121,14 @@ def test_contenders_and_ranks_with_different_weights_are_not_timed(groups, monke
 
 def test_page_has_a_row_for_each_contender(unknown_machine):
     def steps(part):
-        case = Case(part, MODELS["mlp"].title)
+        case = Case(part, MODELS["mlp"])
         for seconds, hidden in ((0.22, 0.8), (0.23, 0.9), (0.24, 0.7)):
             case.add("asyncdist", seconds, hidden=hidden, forward=0.02, sent=25e6)
             case.add("int8", 0.07, sent=6.25e6)
             case.add("alone", 0.02, sent=0.0)
         return case
 
-    memory = Case("memory", MODELS["large"].title, "B", facts={"largest_bucket": {"asyncdist": 25 << 20, "alone": 0}})
+    memory = Case("memory", MODELS["large"], "B", facts={"largest_bucket": {"asyncdist": 25 << 20, "alone": 0}})
     training = Case("diloco", "few exchanges")
     for who, peak in (("asyncdist", 110 << 20), ("alone", 100 << 20)):
         memory.add(who, peak)
@@ -137,7 +137,7 @@ def test_page_has_a_row_for_each_contender(unknown_machine):
     report = GridReport(DdpPlan(rounds=3), unknown_machine, [steps("hosts"), steps("steps"), memory, training])
     grids = DdpBenchmark.page(report).grids
     hosts, one, used, trained = (grid.rows for grid in grids)
-    mlp, who = MODELS["mlp"].title, CONTENDERS["asyncdist"]
+    mlp, who = MODELS["mlp"], CONTENDERS["asyncdist"]
     assert hosts[0] == [mlp, who, "230 ms", "25.00", "1.00", "1.15×", "1.05×", "1.00 to 1.09", "80%"]
     assert hosts[1][4:] == ["0.25", "1.40×", "1.00×", "1.00 to 1.00", "—"]
     assert one[0][3:] == ["11.5×", "11.00 to 12.00", "—", "80%"]

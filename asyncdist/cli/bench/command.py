@@ -67,11 +67,7 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
 
 @click.command(short_help="Measure collectives against gloo, Open MPI and plain sockets in the same run.")
 @click.argument("collectives", nargs=-1, type=_Collective(COLLECTIVES), metavar="[COLLECTIVE]...")
-@click.option(
-    "--ranks",
-    type=click.IntRange(2, 64),
-    help="Number of rank processes to start.  [default: 2]",
-)
+@click.option("--ranks", type=click.IntRange(2, 64), help="Number of rank processes to start.  [default: 2]")
 @click.option(
     "--hosts",
     default=1,

@@ -144,13 +144,7 @@ class Recorder:
         self._entries.clear()
         self._groups.clear()
 
-    def add_group(
-        self,
-        name: str,
-        ranks: Sequence[int],
-        last_number: LastNumber,
-        describe: Details = dict,
-    ) -> None:
+    def add_group(self, name: str, ranks: Sequence[int], last_number: LastNumber, describe: Details = dict) -> None:
         """Register a group.
 
         Args:
