@@ -1,7 +1,9 @@
 """The benchmarks of the repository, each a command: ``python -m benchmarks store`` in a checkout of the sources.
 
 ddp        data-parallel training against stock PyTorch and against training without communication
+devices    collectives and messages on CUDA tensors
 faults     how soon ranks know of a failure, and go on
+idle       what idle ranks keep
 rpc        remote calls against torch's RPC and Ray
 store      the store against torch's TCPStore
 weights    how fast published weights reach their readers

@@ -11,6 +11,7 @@ from benchmarks.benchmark import Benchmark
 
 CLASSES = {
     "ddp": "DdpBenchmark",
+    "devices": "DevicesBenchmark",
     "faults": "FaultsBenchmark",
     "idle": "IdleBenchmark",
     "rpc": "RpcBenchmark",

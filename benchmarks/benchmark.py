@@ -6,19 +6,22 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import click
 
 from asyncdist.cli.console import print_page, screen, write_page
 from asyncdist.cli.machine import machine
-from asyncdist.cli.option_types import ListOf, NewFolder
+from asyncdist.cli.option_types import ListOf, NewFolder, reporting_write_errors
 from asyncdist.cli.page import Grid, Page
 from asyncdist.errors import BenchmarkError
 from asyncdist.testing.hosts import Hosts, HostsUnavailableError
 from benchmarks.grid import Case, GridReport
 from benchmarks.laboratory import Laboratory, Progress
 from benchmarks.processes import RankEndedError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PlanT = TypeVar("PlanT")
 
@@ -49,6 +52,7 @@ class Benchmark(ABC, Generic[PlanT]):
         preload: What the process imports that forks the others.
         parts: The names that choose parts as arguments of the command; empty if it has no such arguments.
         parts_on_hosts: Those of them that need several hosts.
+        has_picture: Whether --output writes a picture too.
     """
 
     title: ClassVar[str]
@@ -57,6 +61,7 @@ class Benchmark(ABC, Generic[PlanT]):
     preload: ClassVar[tuple[str, ...]] = ()
     parts: ClassVar[tuple[str, ...]] = ()
     parts_on_hosts: ClassVar[tuple[str, ...]] = ()
+    has_picture: ClassVar[bool] = False
 
     def __init__(self, plan: PlanT, laboratory: Laboratory) -> None:
         self.plan, self.laboratory = plan, laboratory
@@ -81,6 +86,16 @@ class Benchmark(ABC, Generic[PlanT]):
         return Page(cls.title, *cls.tables(report))
 
     @classmethod
+    def picture(cls, report: GridReport[PlanT]) -> Figure:
+        """Return the picture of a run, if `has_picture`."""
+        raise NotImplementedError
+
+    @classmethod
+    def file_stem(cls, name: str, plan: PlanT) -> str:
+        """Return the name of the files of a run, without their endings: by default that of the benchmark."""
+        return name
+
+    @classmethod
     def run(cls, plan: PlanT, progress: Progress = lambda doing: None) -> GridReport[PlanT]:
         """Execute a plan in new processes and return the report; raises what `measure` does."""
         report = GridReport(plan, machine())
@@ -102,23 +117,29 @@ class Benchmark(ABC, Generic[PlanT]):
                 report = cls.run(cls.plan_type(**chosen), lambda doing: status.update(doing))
             page = cls.page(report)
             print_page(screen(), page)
-            if output is not None:
-                write_page(page, report.as_json(), output, name)
+            if output is None:
+                return
+            stem = cls.file_stem(name, report.plan)
+            page.picture = f"{stem}.png" if cls.has_picture else ""
+            write_page(page, report.as_json(), output, stem)
+            if cls.has_picture:
+                with reporting_write_errors(output):
+                    cls.picture(report).savefig(output / page.picture, dpi=150)
 
         parameters: list[click.Parameter] = [
             _option_of(field) for field in dataclasses.fields(cls.plan_type) if field.metadata
         ]
         if cls.parts:
             parameters.append(click.Argument(["parts"], nargs=-1, type=click.Choice(cls.parts), metavar="[PART]..."))
-        text = f"Write {name}.json and {name}.md into this folder."
+        text = "Write the page as Markdown, and all figures as JSON, into this folder."
         parameters.append(click.Option(["--output"], type=NewFolder(), help=text))
         return click.Command(name, params=parameters, callback=run, help=cls.__doc__)
 
     @classmethod
     def _parts_that_run(cls, chosen: Sequence[str]) -> tuple[str, ...]:
         """Return the chosen parts; by default all of them, without those between hosts where there can be none."""
-        if chosen:
-            return tuple(dict.fromkeys(chosen))
+        if chosen or not cls.parts_on_hosts:
+            return tuple(dict.fromkeys(chosen)) or cls.parts
         try:
             Hosts(2).close()
         except HostsUnavailableError as error:
@@ -131,5 +152,5 @@ def _option_of(field: dataclasses.Field[Any]) -> click.Option:
     about = dict(field.metadata)
     names = [about.pop("name") or f"--{field.name.replace('_', '-')}", field.name]
     return click.Option(
-        names, show_default=about["default"] not in ("", False), is_flag=about["default"] is False, **about
+        names, show_default=about["default"] not in ("", False, None), is_flag=about["default"] is False, **about
     )

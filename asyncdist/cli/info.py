@@ -35,12 +35,7 @@ _SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all settings.")
 @click.pass_context
 def info(
-    ctx: click.Context,
-    collective: str | None,
-    ranks: int,
-    sizes: tuple[int, ...],
-    every_setting: bool,
-    as_json: bool,
+    ctx: click.Context, collective: str | None, ranks: int, sizes: tuple[int, ...], every_setting: bool, as_json: bool
 ) -> None:
     """Show versions, transports, device back ends, addresses and settings; or explain the choice of algorithms.
 
@@ -54,7 +49,9 @@ def info(
     """
     from asyncdist.cli import tables
     from asyncdist.cli.console import screen
+    from asyncdist.cli.machine import machine
     from asyncdist.config import Config
+    from asyncdist.kernel.transport import registry
 
     config, console = Config.from_environment(), screen()
     if collective is not None:
@@ -68,9 +65,9 @@ def info(
     if as_json:
         click.echo(json.dumps(tables.facts(config)))
         return
-    tables.show_versions(console)
+    tables.show_facts(console, "This machine", machine())
     tables.show_waiting(console, config)
-    tables.show_transports(console)
+    tables.show_registered(console, "Transports (the preferred first)", registry.TRANSPORTS)
     tables.show_model(console, config)
     tables.show_devices(console)
     tables.show_addresses(console, config)

@@ -1,4 +1,4 @@
-"""Option types of the command line: lists, seconds, socket files, and output files and folders."""
+"""Option types of the command line: lists, seconds, rates, socket files, and output files and folders."""
 
 from __future__ import annotations
 
@@ -74,6 +74,21 @@ class Seconds(click.FloatRange):
         if math.isnan(seconds):
             self.fail(f"{value} is not a number of seconds", param, ctx)
         return seconds
+
+
+class Rate(click.ParamType):  # type: ignore[type-arg]
+    """The rate of a link in the words of ``tc``, as text."""
+
+    name = "rate"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from asyncdist.cli.bench.limits import rate_in_bytes
+
+        try:
+            rate_in_bytes(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
 
 
 class SocketFile(click.Path):

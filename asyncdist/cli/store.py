@@ -28,8 +28,7 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 
 
 @click.group(
-    invoke_without_command=True,
-    short_help="Run a store at which ranks meet and which outlives them, or query one.",
+    invoke_without_command=True, short_help="Run a store at which ranks meet and which outlives them, or query one."
 )
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help="Address or host name to listen on; '' means all interfaces."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import sys
 from collections.abc import Callable, Coroutine
@@ -27,8 +28,31 @@ class StoreTarget(NamedTuple):
     tls: dict[str, str]
 
 
-def _address(command: Callable[..., None]) -> AnyFunction:
-    """Accept the address options after the command as well as before it."""
+def _asks_store(ask: Callable[..., Coroutine[Any, Any, None]]) -> AnyFunction:
+    """Make the callback of a command from ``ask(store, **options)``: it connects, asks, and disconnects.
+
+    The options with the address may stand after the command as well as before it.
+    """
+
+    @functools.wraps(ask)
+    def run(
+        ctx: click.Context, host: str | None, port: int | None, unix: Path | None, timeout: float, **options: Any
+    ) -> None:
+        from asyncdist.config import Config
+        from asyncdist.store import AsyncStore
+
+        target: StoreTarget = ctx.obj
+        unix = unix or (None if host or port else target.unix)
+        at = (str(unix), 0) if unix is not None else (host or target.host, port or target.port)
+        config = Config.from_environment().with_(**target.tls)
+
+        async def connect_and_ask() -> None:
+            async with await AsyncStore.connect(*at, token=config.token, timeout=timeout, config=config) as store:
+                await ask(store, **options)
+
+        asyncio.run(connect_and_ask())
+
+    command: AnyFunction = click.pass_context(run)
     for option in (
         click.option(
             "--timeout", default=10.0, type=Seconds(), show_default=True, help="Seconds to wait for the store."
@@ -38,27 +62,7 @@ def _address(command: Callable[..., None]) -> AnyFunction:
         click.option("--host", help="Host of the store.  [default: 127.0.0.1]"),
     ):
         command = option(command)
-    return click.pass_context(command)
-
-
-def _run(ctx: click.Context, given: dict[str, Any], ask: Callable[[AsyncStore], Coroutine[Any, Any, None]]) -> None:
-    """Connect, run ``ask``, and disconnect."""
-    from asyncdist.config import Config
-    from asyncdist.store import AsyncStore
-
-    target: StoreTarget = ctx.obj
-    host, port = given["host"] or target.host, given["port"] or target.port
-    unix = given["unix"] or (None if given["host"] or given["port"] else target.unix)
-    if unix is not None:
-        host, port = str(unix), 0
-    config = Config.from_environment().with_(**target.tls)
-
-    async def connect_and_ask() -> None:
-        opening = AsyncStore.connect(host, port, token=config.token, timeout=given["timeout"], config=config)
-        async with await opening as store:
-            await ask(store)
-
-    asyncio.run(connect_and_ask())
+    return command
 
 
 def _read() -> bytes:
@@ -86,97 +90,76 @@ def _line(text: str, value: object) -> str:
 
 @click.command("status", short_help="Show the store's state.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@_address
-def show_status(ctx: click.Context, as_json: bool, **given: Any) -> None:
+@_asks_store
+async def show_status(store: AsyncStore, as_json: bool) -> None:
     """Show the store's state: connections, keys, bytes, and counters of its operations."""
     import json
 
     from asyncdist.store.protocol import operations
 
-    async def ask(store: AsyncStore) -> None:
-        found = await store.request(operations.status())
-        if as_json:
-            click.echo(json.dumps(found))
-            return
-        for name, value in found.items():
-            is_figure = name != "pid" and isinstance(value, int | float)
-            click.echo(f"{name:20} {f'{value:,.0f}' if is_figure else value or 'none'}")
-
-    _run(ctx, given, ask)
+    found = await store.request(operations.status())
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    for name, value in found.items():
+        is_figure = name != "pid" and isinstance(value, int | float)
+        click.echo(f"{name:20} {f'{value:,.0f}' if is_figure else value or 'none'}")
 
 
 @click.command("get", short_help="Print a value.")
 @click.argument("key")
 @click.option("--wait", is_flag=True, help="Wait for the key until the timeout.")
 @click.option("--raw", is_flag=True, help="Print the bytes unchanged, without a trailing newline.")
-@_address
-def print_value(ctx: click.Context, key: str, wait: bool, raw: bool, **given: Any) -> None:
+@_asks_store
+async def print_value(store: AsyncStore, key: str, wait: bool, raw: bool) -> None:
     """Print the value of KEY. Exits with 1 if the key does not exist."""
-
-    async def ask(store: AsyncStore) -> None:
-        if not wait and key not in await store.list_keys(key):
-            raise click.ClickException(f"the store has no key {key!r}; --wait waits for it")
-        value = await store.get(key)
-        click.echo(value if raw else _shown(value), nl=not raw)
-
-    _run(ctx, given, ask)
+    if not wait and key not in await store.list_keys(key):
+        raise click.ClickException(f"the store has no key {key!r}; --wait waits for it")
+    value = await store.get(key)
+    click.echo(value if raw else _shown(value), nl=not raw)
 
 
 @click.command("set", short_help="Store a value.")
 @click.argument("key")
-@click.argument("value")
-@_address
-def store_value(ctx: click.Context, key: str, value: str, **given: Any) -> None:
+@click.argument("value", callback=lambda ctx, param, value: _read() if value == "-" else os.fsencode(value))
+@_asks_store
+async def store_value(store: AsyncStore, key: str, value: bytes) -> None:
     """Store VALUE under KEY; "-" reads it from the standard input."""
-    content = _read() if value == "-" else os.fsencode(value)
-
-    async def ask(store: AsyncStore) -> None:
-        await store.set(key, content)
-
-    _run(ctx, given, ask)
+    await store.set(key, value)
 
 
 @click.command("keys", short_help="List keys.")
 @click.argument("prefix", default="")
-@_address
-def print_keys(ctx: click.Context, prefix: str, **given: Any) -> None:
+@_asks_store
+async def print_keys(store: AsyncStore, prefix: str) -> None:
     """List the keys that begin with PREFIX, sorted, one per line."""
-
-    async def ask(store: AsyncStore) -> None:
-        for key in sorted(await store.list_keys(prefix)):
-            click.echo(_line(key, key))
-
-    _run(ctx, given, ask)
+    for key in sorted(await store.list_keys(prefix)):
+        click.echo(_line(key, key))
 
 
 @click.command("watch", short_help="Print values when they change.")
 @click.argument("prefix")
 @click.option("--channel", is_flag=True, help="Treat PREFIX as a channel and print its messages.")
-@_address
-def print_changes(ctx: click.Context, prefix: str, channel: bool, **given: Any) -> None:
+@_asks_store
+async def print_changes(store: AsyncStore, prefix: str, channel: bool) -> None:
     """Print the keys that begin with PREFIX and their values, then every change, until Ctrl-C.
 
     The command reconnects if the connection breaks.
     """
+    from asyncdist.errors import StoreConnectionError
 
-    async def keys_under(store: AsyncStore) -> None:
+    if not channel:
         async for key, value in store.watch_keys(prefix):
             shown = _line(key, key)
             click.echo(f"{shown} is gone" if value is None else f"{shown} = {_shown(value)}")
-
-    async def messages(store: AsyncStore) -> None:
-        from asyncdist.errors import StoreConnectionError
-
-        while True:
-            async with store.subscribe(prefix) as published:
-                try:
-                    async for message in published:
-                        click.echo(_shown(message))
-                except StoreConnectionError as error:
-                    # Subscribing again raises an error if the store cannot be reached.
-                    click.echo(error, err=True)
-
-    _run(ctx, given, messages if channel else keys_under)
+    while channel:
+        async with store.subscribe(prefix) as published:
+            try:
+                async for message in published:
+                    click.echo(_shown(message))
+            except StoreConnectionError as error:
+                # Subscribing again raises an error if the store cannot be reached.
+                click.echo(error, err=True)
 
 
 STORE_COMMANDS = (show_status, print_value, store_value, print_keys, print_changes)

@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from asyncdist.cli.machine import machine
 from asyncdist.cli.page import size
@@ -30,18 +31,13 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _show_facts(console: Console, title: str, facts: Mapping[str, str]) -> None:
+def show_facts(console: Console, title: str, facts: Mapping[str, str]) -> None:
     """Show a table of two columns without headings."""
     table = _table(title, "", "")
     table.show_header = False
-    for fact in facts.items():
-        table.add_row(*fact)
+    for name, value in facts.items():
+        table.add_row(name, escape(value))
     console.print(table)
-
-
-def show_versions(console: Console) -> None:
-    """Show the machine and the versions of asyncdist and its dependencies."""
-    _show_facts(console, "This machine", {name: escape(value) for name, value in machine().items()})
 
 
 def show_waiting(console: Console, config: Config) -> None:
@@ -50,89 +46,78 @@ def show_waiting(console: Console, config: Config) -> None:
     from asyncdist.kernel.engine.drivers.wait_policy import WaitMode
     from asyncdist.kernel.engine.drivers.waiting import mode_here
 
-    cores = allowed_cores()
-    found = mode_here(_LOOK_SECONDS) if config.spin_us else None
+    cores, polls = allowed_cores(), f"it polls for {config.spin_us:g} µs"
     if not config.spin_us:
         text = "it sleeps at once, because ASYNCDIST_SPIN_US is 0"
-    elif found is None:
-        text = (
-            f"it polls for {config.spin_us:g} µs; this system does not say whether other threads compete for its core"
-        )
+    elif (found := mode_here(_LOOK_SECONDS)) is None:
+        text = f"{polls}; this system does not say whether other threads compete for its core"
     elif found[0] is WaitMode.SLEEP:
         text = f"it sleeps at once: other threads kept this command from its core for {found[1]:.0%} of the time"
     else:
-        text = f"it polls for {config.spin_us:g} µs and then sleeps: no other thread competes for its core"
+        text = f"{polls} and then sleeps: no other thread competes for its core"
     shared = f"{cores}; more than {cores} ranks share cores, and yield to each other while they poll"
-    _show_facts(console, "Waiting of a rank on this machine at the moment", {"waiting": text, "cores": shared})
+    show_facts(console, "Waiting of a rank on this machine at the moment", {"waiting": text, "cores": shared})
 
 
-def _model_of(config: Config) -> selection.Model:
-    """Return the model of a world that starts with these settings, as far as it is known before ranks meet.
+def _model_of(config: Config) -> tuple[selection.Model, Mapping[str, float]]:
+    """Return the model of a world that starts with these settings, as far as it is known now, and its profile.
 
     Raises:
         UsageError: ASYNCDIST_PROFILE does not name a profile.
     """
-    from asyncdist.groups.calibration.profile import MODEL_FROM_PROFILE, model_of
+    from asyncdist.groups.calibration.profile import MODEL_FROM_PROFILE, model_of, read_profile
 
-    model = selection.Model(segment_nbytes=config.segment_nbytes)
-    return model_of(model, _values_of(config), MODEL_FROM_PROFILE)
-
-
-def _values_of(config: Config) -> Mapping[str, float]:
-    from asyncdist.groups.calibration.profile import read_profile
-
-    return {} if config.profile is None else read_profile(config.profile)
-
-
-def _connections_of(config: Config) -> str:
-    """Return over how many connections a large tensor goes to a peer, as far as it is known before ranks meet."""
-    from asyncdist.groups.calibration.profile import LANES, lanes_of
-
-    chosen = config if config.lanes else config.with_(**{"lanes": DEFAULT_LANES, **lanes_of(_values_of(config))})
-    threads = "where other programs compete for the cores" if chosen.tcp_threads == "auto" else chosen.tcp_threads
-    measured = config.lanes == 0 and config.profile is None and config.calibrate
-    or_more = f", or {LANES} if the hosts find at the start that these are faster," if measured else ""
-    return f"{chosen.lanes}{or_more} for messages of {size(chosen.stripe_nbytes)} and more; with threads: {threads}"
+    profile = {} if config.profile is None else read_profile(config.profile)
+    return model_of(selection.Model(segment_nbytes=config.segment_nbytes), profile, MODEL_FROM_PROFILE), profile
 
 
 def show_model(console: Console, config: Config) -> None:
-    """Show the values by which schedules between hosts are selected."""
+    """Show the values by which schedules between hosts are selected, and the connections of a large tensor."""
+    from asyncdist.groups.calibration.profile import LANES, lanes_of
+
     try:
-        model = _model_of(config)
+        model, profile = _model_of(config)
     except UsageError as error:
         console.print(str(error), style="red", markup=False)
         return
-    source = model.source
-    if config.profile is None and config.calibrate:
-        source += "; a world on several hosts measures its links when it starts"
+    measures = config.profile is None and config.calibrate
+    chosen = config if config.lanes else config.with_(**{"lanes": DEFAULT_LANES, **lanes_of(profile)})
+    or_more = (
+        f", or {LANES} if the hosts find at the start that these are faster," if measures and not config.lanes else ""
+    )
+    threads = "where other programs compete for the cores" if chosen.tcp_threads == "auto" else chosen.tcp_threads
     facts = {
-        "from": escape(source),
+        "from": model.source + "; a world on several hosts measures its links when it starts" * measures,
         "a round": f"{model.alpha * 1e6:.3g} µs",
         "a message": f"{model.overhead * 1e6:.3g} µs",
         "a byte moved": f"{model.beta * 1e9:.3g} ns",
         "a byte reduced": f"{model.gamma * 1e9:.3g} ns",
-        "TCP connections": _connections_of(config),
+        "TCP connections": f"{chosen.lanes}{or_more} for messages of {size(chosen.stripe_nbytes)} and more; with threads: "
+        f"{threads}",
     }
-    _show_facts(console, "Time of a schedule between hosts", facts)
-
-
-def show_transports(console: Console) -> None:
-    """Show every registered transport and whether this machine can use it."""
-    _show_registered(console, "Transports (the preferred first)", registry.TRANSPORTS)
+    show_facts(console, "Time of a schedule between hosts", facts)
 
 
 def show_devices(console: Console) -> None:
     """Show every device back end and whether this machine can use it, and the devices that torch sees."""
+    import torch
+
     from asyncdist.kernel.transport.device_streams import cuda_missing
 
     title = "Device back ends (in order of preference; ranks use the first one that all of them support)"
-    _show_registered(console, title, registry.DEVICE_BACKENDS)
-    if cuda_missing() is None:
-        _show_cuda_devices(console)
+    show_registered(console, title, registry.DEVICE_BACKENDS)
+    if cuda_missing() is not None:
+        return
+    table = _table(f"CUDA devices (CUDA {torch.version.cuda})", "device", "name", "UUID", "memory")
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        memory = f"{device.total_memory / (1 << 30):.1f} GiB"
+        table.add_row(f"cuda:{index}", escape(device.name), str(device.uuid), memory)
+    console.print(table)
 
 
-def _show_registered(console: Console, title: str, group: str) -> None:
-    """Show the transports or back ends of an entry point group, in order of preference."""
+def show_registered(console: Console, title: str, group: str) -> None:
+    """Show the transports or back ends of an entry point group, in order of preference, and whether they are usable."""
     table = _table(title, "name", "usable here", "from")
     for row in _registered(group):
         colour = "yellow" if row["from"] else "red"
@@ -153,17 +138,6 @@ def _registered(group: str) -> list[dict[str, Any]]:
         reason, place = kind.probe(), f"{kind.__module__}.{kind.__qualname__}"
         rows.append((kind.preference, {"name": name, "usable": reason is None, "reason": reason or "", "from": place}))
     return [row for _, row in sorted(rows, key=lambda row: -row[0])]
-
-
-def _show_cuda_devices(console: Console) -> None:
-    import torch
-
-    table = _table(f"CUDA devices (CUDA {torch.version.cuda})", "device", "name", "UUID", "memory")
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        memory = f"{device.total_memory / (1 << 30):.1f} GiB"
-        table.add_row(f"cuda:{index}", escape(device.name), str(device.uuid), memory)
-    console.print(table)
 
 
 def show_addresses(console: Console, config: Config) -> None:
@@ -192,10 +166,9 @@ def show_settings(console: Console, config: Config, *, every: bool) -> None:
     table = _table("Settings", "variable", "value", "default", "meaning")
     known = list(settings(config))
     for variable, meaning, value, default in known:
-        if value != default:
-            table.add_row(variable, f"[bold]{_text(value)}[/]", _text(default), escape(meaning))
-        elif every:
-            table.add_row(variable, _text(value), _text(default), escape(meaning))
+        if every or value != default:
+            style = "" if value == default else "bold"
+            table.add_row(variable, Text(_text(value), style), Text(_text(default)), escape(meaning))
     if table.row_count:
         console.print(table)
     if table.row_count < len(known):
@@ -235,7 +208,7 @@ def facts(config: Config) -> dict[str, Any]:
 def _text(value: object) -> str:
     if value is None or value == "":
         return "—"
-    return escape({True: "1", False: "0"}[value] if isinstance(value, bool) else str(value))
+    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def show_choice(console: Console, config: Config, collective: str, ranks: int, sizes: Sequence[int]) -> None:
@@ -245,7 +218,7 @@ def show_choice(console: Console, config: Config, collective: str, ranks: int, s
         UsageError: ASYNCDIST_ALGORITHM or ASYNCDIST_PROFILE is not valid.
     """
     forced = selection.forced_by(config)
-    model = _model_of(config)
+    model, _ = _model_of(config)
     rows = selection.explain(collective, ranks, sizes, model=model, forced=forced)
     names = [candidate.name for candidate in selection.candidates(collective)]
     table = _table(f"{collective} among {ranks} ranks: predicted time", "size", "runs", *names)

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncdist.kernel.tracing.job_status import JobStatus, RankRow, stuck_first
-from asyncdist.kernel.tracing.rank_status import quantity
+from asyncdist.kernel.tracing.job_status import JobStatus, stuck_first
+from asyncdist.kernel.tracing.rank_status import RankStatus, quantity
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, JustifyMethod
@@ -85,7 +85,7 @@ def _header(status: JobStatus, job: str) -> Text:
     return text
 
 
-def _table(rows: Sequence[RankRow], width: int) -> Table:
+def _table(rows: Sequence[RankStatus], width: int) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -112,7 +112,7 @@ def _fit(widths: dict[str, int], width: int) -> None:
             spare += cut
 
 
-def _cells(row: RankRow) -> dict[str, Text]:
+def _cells(row: RankStatus) -> dict[str, Text]:
     """Return the cells of a rank by the titles of `_COLUMNS`."""
     from rich.text import Text
 

@@ -83,57 +83,44 @@ def _parts(whole: torch.Tensor, size: int) -> list[torch.Tensor]:
 
 def reducing(size: int, count: int, dtype: torch.dtype, op: Reduction = ReduceOp.SUM) -> Iterator[CollectiveCase]:
     """Yield a case of every reduction, for every root; ``count`` elements per rank and block."""
-    inputs = [numbers(count, dtype, seed=rank) for rank in range(size)]
-    total, what = reduced(inputs, op), f"{count} x {dtype}, {op.name}"
-    tensors = [tensor.clone() for tensor in inputs]
-    yield _case("all_reduce", what, lambda rank: (tensors[rank], op), tensors, [total] * size)
-    for root in range(size):
-        yield _reduce(inputs, op, root, what)
-    yield _coalesced_all_reduce(size, count, dtype, op)
-    for counts in ([count] * size, [count + 3 * rank for rank in range(size)]):
-        yield _reduce_scatter(size, counts, dtype, op)
-    yield _reduce_scatter_single(size, count, dtype, op)
-
-
-def _reduce(inputs: list[torch.Tensor], op: Reduction, root: int, what: str) -> CollectiveCase:
-    tensors = [tensor.clone() for tensor in inputs]
-    expected = [reduced(inputs, op) if rank == root else tensor for rank, tensor in enumerate(inputs)]
-    return _case("reduce", f"{what}, to {root}", lambda rank: (tensors[rank], root, op), tensors, expected)
-
-
-def _coalesced_all_reduce(size: int, count: int, dtype: torch.dtype, op: Reduction) -> CollectiveCase:
+    ranks, of = range(size), f"x {dtype}, {op.name}"
+    inputs = [numbers(count, dtype, seed=rank) for rank in ranks]
+    total, sums = reduced(inputs, op), _clones(inputs)
+    yield _case("all_reduce", f"{count} {of}", lambda rank: (sums[rank], op), sums, [total] * size)
+    for root in ranks:
+        yield _reduce(inputs, op, root, [*inputs[:root], total, *inputs[root + 1 :]], f"{count} {of}, to {root}")
     counts = [count, 1, 0, count + 1]
-    inputs = [[numbers(n, dtype, seed=7 * rank + n) for n in counts] for rank in range(size)]
-    tensors = [[tensor.clone() for tensor in row] for row in inputs]
-    expected = [reduced([row[place] for row in inputs], op) for place in range(len(counts))]
-    what = f"{counts} x {dtype}, {op.name}"
-    return _case("all_reduce_coalesced", what, lambda rank: (tensors[rank], op), _flat(tensors), expected * size)
+    rows = [[numbers(n, dtype, seed=7 * rank + n) for n in counts] for rank in ranks]
+    several, whole = [_clones(row) for row in rows], [reduced(column, op) for column in zip(*rows, strict=True)]
+    what = f"{counts} {of}"
+    yield _case("all_reduce_coalesced", what, lambda rank: (several[rank], op), _flat(several), whole * size)
+    for counts in ([count] * size, [count + 3 * rank for rank in ranks]):
+        yield _reduce_scatter(size, counts, dtype, op)
+    wholes = [numbers(count * size, dtype, seed=13 * rank) for rank in ranks]
+    parts, expected = [torch.zeros(count).to(dtype) for _ in ranks], _parts(reduced(wholes, op), size)
+    what = f"{count} x {dtype} per rank, {op.name}"
+    yield _case("reduce_scatter_single", what, lambda rank: (parts[rank], wholes[rank], op), parts, expected, wholes)
+
+
+def _reduce(
+    inputs: Sequence[torch.Tensor], op: Reduction, root: int, expected: Sequence[torch.Tensor], what: str
+) -> CollectiveCase:
+    tensors = _clones(inputs)
+    return _case("reduce", what, lambda rank: (tensors[rank], root, op), tensors, expected)
 
 
 def _reduce_scatter(size: int, counts: list[int], dtype: torch.dtype, op: Reduction) -> CollectiveCase:
     inputs = [[numbers(n, dtype, seed=11 * rank + to) for to, n in enumerate(counts)] for rank in range(size)]
     outputs = [torch.zeros(n).to(dtype) for n in counts]
+    expected = [reduced(column, op) for column in zip(*inputs, strict=True)]
+    what = f"{counts} x {dtype}, {op.name}"
     return _case(
-        "reduce_scatter",
-        f"{counts} x {dtype}, {op.name}",
-        lambda rank: (outputs[rank], inputs[rank], op),
-        outputs,
-        [reduced([row[rank] for row in inputs], op) for rank in range(size)],
-        _flat(inputs),
+        "reduce_scatter", what, lambda rank: (outputs[rank], inputs[rank], op), outputs, expected, _flat(inputs)
     )
 
 
-def _reduce_scatter_single(size: int, count: int, dtype: torch.dtype, op: Reduction) -> CollectiveCase:
-    inputs = [numbers(count * size, dtype, seed=13 * rank) for rank in range(size)]
-    outputs = [torch.zeros(count).to(dtype) for _ in range(size)]
-    return _case(
-        "reduce_scatter_single",
-        f"{count} x {dtype} per rank, {op.name}",
-        lambda rank: (outputs[rank], inputs[rank], op),
-        outputs,
-        _parts(reduced(inputs, op), size),
-        inputs,
-    )
+def _clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in tensors]
 
 
 # -- copies -----------------------------------------------------------------------------------------
@@ -141,13 +128,25 @@ def _reduce_scatter_single(size: int, count: int, dtype: torch.dtype, op: Reduct
 
 def moving(size: int, count: int, dtype: torch.dtype) -> Iterator[CollectiveCase]:
     """Yield a case of every operation that copies tensors, for every root; ``count`` elements per block."""
-    for root in range(size):
+    ranks = range(size)
+    for root in ranks:
         yield from _rooted(size, count, dtype, root)
-    for counts in ([count] * size, [(count + 5 * rank) % (2 * count + 1) for rank in range(size)]):
+    for counts in ([count] * size, [(count + 5 * rank) % (2 * count + 1) for rank in ranks]):
         yield _all_gather(size, counts, dtype)
-    yield _all_gather_single(size, count, dtype)
-    yield _coalesced_all_gather(size, count, dtype)
-    yield _all_to_all(size, count, dtype)
+    own = _row(size, [count] * size, dtype, seed=2)
+    joined = _zeros_like([noise(count * size, dtype, seed=0)] * size)
+    what = f"{count} x {dtype}"
+    yield _case("all_gather_single", what, lambda rank: (joined[rank], own[rank]), joined, [_joined(own)] * size)
+    counts = [count, 1, 0, count + 1]
+    rows = [_row(len(counts), counts, dtype, seed=1000 * rank) for rank in ranks]
+    found = [[_zeros_like(row) for row in rows] for _ in ranks]
+    outputs, expected, what = _flat(map(_flat, found)), _flat(rows) * size, f"{counts} x {dtype}"
+    yield _case("all_gather_coalesced", what, lambda rank: (found[rank], rows[rank]), outputs, expected)
+    sizes = [[(count + 3 * sender + 5 * taker) % (2 * count + 1) for taker in ranks] for sender in ranks]
+    sent = [_row(size, sizes[rank], dtype, seed=1000 * rank) for rank in ranks]
+    wanted = [[sent[sender][rank] for sender in ranks] for rank in ranks]
+    came, what = [_zeros_like(row) for row in wanted], f"{sizes} x {dtype}"
+    yield _case("all_to_all", what, lambda rank: (came[rank], sent[rank]), _flat(came), _flat(wanted))
     yield _all_to_all_single(size, count, dtype, uneven=False)
     yield _all_to_all_single(size, count, dtype, uneven=True)
 
@@ -182,35 +181,6 @@ def _all_gather(size: int, counts: list[int], dtype: torch.dtype) -> CollectiveC
     outputs = [_zeros_like(inputs) for _ in range(size)]
     what = f"{counts} x {dtype}"
     return _case("all_gather", what, lambda rank: (outputs[rank], inputs[rank]), _flat(outputs), inputs * size)
-
-
-def _all_gather_single(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
-    inputs = _row(size, [count] * size, dtype, seed=2)
-    outputs = _zeros_like([noise(count * size, dtype, seed=0)] * size)
-    what, joined = f"{count} x {dtype}", _joined(inputs)
-    return _case("all_gather_single", what, lambda rank: (outputs[rank], inputs[rank]), outputs, [joined] * size)
-
-
-def _coalesced_all_gather(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
-    counts = [count, 1, 0, count + 1]
-    inputs = [_row(len(counts), counts, dtype, seed=1000 * rank) for rank in range(size)]
-    outputs = [[_zeros_like(row) for row in inputs] for _ in range(size)]
-    return _case(
-        "all_gather_coalesced",
-        f"{counts} x {dtype}",
-        lambda rank: (outputs[rank], inputs[rank]),
-        _flat(map(_flat, outputs)),
-        _flat(inputs) * size,
-    )
-
-
-def _all_to_all(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
-    sizes = [[(count + 3 * sender + 5 * taker) % (2 * count + 1) for taker in range(size)] for sender in range(size)]
-    inputs = [_row(size, sizes[rank], dtype, seed=1000 * rank) for rank in range(size)]
-    expected = [[inputs[sender][rank] for sender in range(size)] for rank in range(size)]
-    outputs = [_zeros_like(row) for row in expected]
-    what = f"{sizes} x {dtype}"
-    return _case("all_to_all", what, lambda rank: (outputs[rank], inputs[rank]), _flat(outputs), _flat(expected))
 
 
 def _all_to_all_single(size: int, count: int, dtype: torch.dtype, *, uneven: bool) -> CollectiveCase:

@@ -68,7 +68,7 @@ class DebugTab(DebugHandler):  # type: ignore[misc]
                     "id": records[0].world[:8],
                     "size": records[0].world_size,
                     "ranks": found,
-                    "pending": [status.record.rank for status in found if status.state == "pending"],
+                    "pending": [status.rank for status in found if status.state == "pending"],
                     "silent": silent,
                     "edges": wait_edges(found),
                     "story": list(tell(records, _ABSENT)),
@@ -101,10 +101,9 @@ def _size(records: Sequence[TraceRecord]) -> int:
 
 
 def _line(status: RankStatus) -> str:
-    call, record = status.call, status.record
+    call = status.call
     doing = f"{call.call} #{call.seq} of {call.group!r} {status.state}" if call else status.state
-    awaited = f", waits for {ranks_in_words(status.awaits)}" if status.awaits else ""
+    awaited = f", waits for {ranks_in_words(status.waits_for)}" if status.waits_for else ""
     remarks = "".join(f"; {remark}" for remark in status.remarks)
-    return (
-        f"rank {record.rank} ({record.host}, process {record.pid}): {doing}, {status.seconds:.1f} s{awaited}{remarks}"
-    )
+    since = f"{status.seconds or 0.0:.1f} s"
+    return f"rank {status.rank} ({status.host}, process {status.pid}): {doing}, {since}{awaited}{remarks}"

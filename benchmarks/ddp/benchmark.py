@@ -13,10 +13,11 @@ from typing import Any
 
 import click
 
-from asyncdist.cli.bench.hosts.limits import rate_in_bytes
+from asyncdist.cli.bench.limits import rate_in_bytes
+from asyncdist.cli.option_types import Rate
 from asyncdist.cli.page import Column, Grid, duration, times
 from benchmarks.benchmark import Benchmark, option
-from benchmarks.ddp.names import ALONE, CONTENDERS, KEPT, MODELS, ON_TWO_HOSTS, PARTS, STEPS
+from benchmarks.ddp.names import ALONE, CONTENDERS, HEADS, KEPT, MODELS, ON_TWO_HOSTS, PARTS, STEPS
 from benchmarks.grid import Case, GridReport, Line, lines, spread
 from benchmarks.laboratory import hear_all
 from benchmarks.processes import RankProcess
@@ -24,23 +25,12 @@ from benchmarks.processes import RankProcess
 _PATIENCE = 3600.0
 _SAMPLE = 0.01
 """Seconds between two looks at the memory of the ranks."""
-_ROUNDS_PER_ROUND = {"steps": 1.0, "small": 1.0, "hosts": 0.5, "memory": 0.2, "diloco": 0.1}
+_ROUNDS_PER_ROUND = {"steps": 1.0, "small": 1.0, "sharded": 0.3, "hosts": 0.5, "memory": 0.2, "diloco": 0.1}
 """Rounds of each part for a round of the part "steps"; a round of the others takes longer, or varies less."""
 _MEMORY_MODELS = ("large", "convolutions", "transformer")
 _MEMORY_CONTENDERS = ("asyncdist", "gloo", ALONE, KEPT)
 _TRAINED = {ALONE: "each member alone", "data parallel": "data parallel, no limit", "diloco": "DiLoCo, int8, slow link"}
 """The contenders of the part "diloco". The second one sends a hundred times the bytes, on a link without a limit."""
-
-
-class _Rate(click.ParamType):  # type: ignore[type-arg]
-    name = "rate"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            rate_in_bytes(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        return str(value)
 
 
 @dataclass(frozen=True)
@@ -50,12 +40,13 @@ class DdpPlan:
     parts: tuple[str, ...] = tuple(PARTS)
     rounds: int = option(
         10,
-        "Rounds of steps and small, each with new processes; hosts has half, memory a fifth, diloco a tenth of them.",
+        "Rounds of steps and small, each with new processes; hosts has half, sharded a third, memory a fifth, diloco a "
+        "tenth of them.",
     )
     steps: int = option(10, "Steps of a contender in a round.")
     ranks: int = option(2, "Number of ranks on one host.", click.IntRange(2, 64))
-    rate: str = option("1gbit", "Link between the hosts of `hosts`.", _Rate())
-    slow_rate: str = option("100mbit", "Link between the hosts of `diloco`.", _Rate())
+    rate: str = option("1gbit", "Link between the hosts of `hosts`.", Rate())
+    slow_rate: str = option("100mbit", "Link between the hosts of `diloco`.", Rate())
     every: int = option(100, "Inner steps between two outer steps.", click.IntRange(5))
     outer_steps: int = option(10, "Outer steps of `diloco`.")
 
@@ -67,10 +58,10 @@ class DdpPlan:
 class DdpBenchmark(Benchmark[DdpPlan]):
     """Measure data-parallel training against stock PyTorch and against training without communication.
 
-    PART is steps (training steps on one host), small (a model of 1,000 small parameters, in a world of one), hosts
-    (training steps between two hosts, whose link is limited), memory (above model, gradients and optimizer) or diloco
-    (training with few exchanges over a slow link). The default is all parts; those with two hosts need root. Contenders
-    take turns step by step, and must end with the same weights.
+    PART is steps (training steps on one host), small (a model of 1,000 small parameters, in a world of one), sharded (steps
+    of torch's FSDP2 and tensor parallel on one host), hosts (training steps between two hosts, whose link is limited),
+    memory (above model, gradients and optimizer) or diloco (training with few exchanges over a slow link). The default is
+    all parts; those with two hosts need root. Contenders take turns step by step, and must end with the same weights.
 
     A run of all parts needs an idle machine with a core for each rank, and takes about half an hour there.
 
@@ -97,7 +88,7 @@ class DdpBenchmark(Benchmark[DdpPlan]):
         with self.laboratory.on_hosts(2) if set(parts) & set(ON_TWO_HOSTS) else contextlib.nullcontext():
             for part in parts:
                 if part in STEPS:
-                    yield from (self._steps(part, model) for model in STEPS[part].models)
+                    yield from (self._steps(part, model) for model in STEPS[part].models if self._is_possible(model))
                 elif part == "memory":
                     yield from self._memory()
                 else:
@@ -109,7 +100,9 @@ class DdpBenchmark(Benchmark[DdpPlan]):
         rounds = ", ".join(f"{plan.rounds_of(part)} of {part}" for part in plan.parts)
         grids = []
         for case in report.of(*STEPS):
-            title = {"steps": f"One host, {plan.ranks} ranks", "small": "A world of one"}.get(case.part)
+            one_host = f"One host, {plan.ranks} ranks"
+            titles = {"steps": one_host, "small": "A world of one", "sharded": f"{one_host}, sharded"}
+            title = titles.get(case.part)
             columns = _step_columns() if title else _host_columns(plan.rate)
             grids.append(Grid.of(title or f"Two hosts, {plan.rate}", columns, lines([case]), group_rows=True))
         if memory := report.of("memory"):
@@ -133,6 +126,12 @@ class DdpBenchmark(Benchmark[DdpPlan]):
             each.wait()
         self.laboratory.clear()
 
+    def _is_possible(self, model: str) -> bool:
+        is_possible = model != "tensor_parallel" or HEADS % self.plan.ranks == 0
+        if not is_possible:
+            click.echo(f"tensor parallel is left out: {self.plan.ranks} ranks cannot share {HEADS} heads", err=True)
+        return is_possible
+
     def _limit(self, rate: str | None) -> None:
         assert self.laboratory.hosts is not None
         for host in range(2):
@@ -143,7 +142,7 @@ class DdpBenchmark(Benchmark[DdpPlan]):
     def _steps(self, part: str, model: str) -> Case:
         """Time the training steps of one model in every round."""
         contenders, rounds = STEPS[part].contenders, self.plan.rounds_of(part)
-        case = Case(part, MODELS[model].title, facts={"model": model, "notes": {}})
+        case = Case(part, MODELS[model], facts={"model": model, "notes": {}})
         if two_hosts := part in ON_TWO_HOSTS:
             self._limit(self.plan.rate)
         for number in range(rounds):
@@ -161,8 +160,7 @@ class DdpBenchmark(Benchmark[DdpPlan]):
     def _memory(self) -> list[Case]:
         """Measure the memory of each contender with each model."""
         cases = [
-            Case("memory", MODELS[model].title, "B", facts={"model": model, "largest_bucket": {}})
-            for model in _MEMORY_MODELS
+            Case("memory", MODELS[model], "B", facts={"model": model, "largest_bucket": {}}) for model in _MEMORY_MODELS
         ]
         rounds = self.plan.rounds_of("memory")
         for number in range(rounds):

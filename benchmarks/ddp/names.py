@@ -7,6 +7,7 @@ from typing import NamedTuple
 PARTS = {
     "steps": "training steps on one host",
     "small": "many small parameters, in a world of one",
+    "sharded": "training steps of FSDP2 and tensor parallel on one host",
     "hosts": "training steps between two hosts",
     "memory": "memory above model, gradients and optimizer",
     "diloco": "training with few exchanges between two hosts",
@@ -15,26 +16,19 @@ PARTS = {
 ON_TWO_HOSTS = ("hosts", "diloco")
 
 
-class TrainedModel(NamedTuple):
-    """A model of the benchmark; `models` makes it.
-
-    Attributes:
-        title: Its name in tables.
-        batch: How many inputs each rank has in a step.
-    """
-
-    title: str
-    batch: int
-
+HEADS = 4
+"""Attention heads of the transformer. The number of ranks must divide it for tensor parallel."""
 
 MODELS = {
-    "mlp": TrainedModel("an MLP of 6.3 M parameters, 16 inputs", 16),
-    "large": TrainedModel("an MLP of 25 M parameters, 16 inputs", 16),
-    "small": TrainedModel("1,000 parameters of 1 or 64 elements, 16 inputs", 16),
-    "transformer": TrainedModel("a transformer of 6.4 M parameters, 6 sequences of 64", 6),
-    "convolutions": TrainedModel("a convolutional network of 24 M parameters, one picture", 1),
+    "mlp": "an MLP of 6.3 M parameters, 16 inputs",
+    "large": "an MLP of 25 M parameters, 16 inputs",
+    "small": "1,000 parameters of 1 or 64 elements, 16 inputs",
+    "transformer": "a transformer of 6.4 M parameters, 6 sequences of 64",
+    "fsdp2": "FSDP2, a transformer of 3.2 M parameters, 2 sequences of 64 per rank",
+    "tensor_parallel": "tensor parallel, a transformer of 3.2 M parameters, 2 sequences of 64",
+    "convolutions": "a convolutional network of 24 M parameters, one picture",
 }
-"""The models by name."""
+"""The titles of the models, by name; `models` makes them."""
 
 ALONE = "alone"
 """The contender that trains without communication, on all ranks at the same time. The others are compared with it."""
@@ -46,14 +40,14 @@ CONTENDERS = {
     "tcp": "... over TCP",
     "bf16": "... with the hook `bf16`",
     "int8": '... with the hook `Quantized("int8")`',
-    "torch": "stock DDP on asyncdist",
-    "gloo": "stock DDP on gloo",
+    "torch": "stock PyTorch on asyncdist",
+    "gloo": "stock PyTorch on gloo",
     ALONE: "without communication",
     KEPT: "... with gradients that are kept from step to step",
 }
 """The contenders, with what they are."""
 WITH_TORCH = {"torch": "asyncdist", "gloo": "gloo"}
-"""The contenders that are torch's class, with their back ends."""
+"""The contenders that are torch's DDP, or what the model names instead, with their back ends."""
 LOSSY = ("bf16", "int8")
 """The contenders that end with other weights."""
 
@@ -68,6 +62,7 @@ class StepsPart(NamedTuple):
 STEPS = {
     "steps": StepsPart(("mlp", "large"), ("asyncdist", "auto", "tcp", "torch", "gloo", ALONE)),
     "small": StepsPart(("small",), ("asyncdist", "torch", "gloo", ALONE)),
+    "sharded": StepsPart(("fsdp2", "tensor_parallel"), ("torch", "gloo", ALONE)),
     "hosts": StepsPart(("mlp", "transformer"), ("asyncdist", "auto", "bf16", "int8", "gloo", ALONE)),
 }
 """The parts whose steps are timed."""

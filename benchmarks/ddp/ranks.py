@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from time import perf_counter
@@ -16,20 +16,22 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import asyncdist.torch_backend  # noqa: F401 - registers the back end
 from asyncdist import sync
 from asyncdist.cli.bench.plan import in_turns
-from asyncdist.cli.bench.workloads.training import Trainer, compare_weights
 from asyncdist.ddp import DistributedDataParallel, hooks
+from asyncdist.errors import BenchmarkError
 from asyncdist.testing.hosts import sent_nbytes
-from benchmarks.ddp.models import WORKLOADS
+from benchmarks.ddp.models import WORKLOADS, Batch, Workload
 from benchmarks.ddp.names import ALONE, KEPT, LOSSY, WITH_TORCH
 
 torch.set_num_threads(1)
 
 _TIMEOUT = 300.0
 _WARM_UPS = 3
+_TOLERANCE = 1e-4  # difference of weights between contenders, which add in different orders
 _TUNING = 66
 """The most steps in which ``bucket_cap_mb="auto"`` chooses, and two."""
 _MEMORY_STEPS = 40
@@ -37,6 +39,51 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of ``mallopt`` of the GNU C library."""
 _SAMPLES = 16
 """The samples of an inner step of `train_with_few_exchanges`."""
+
+
+class Trainer:
+    """One model with its optimizer. `step` is timed.
+
+    Args:
+        model: The model, wrapped or not.
+        keeps_gradients: Whether each step sets the gradients of the last one to zero, instead of freeing them.
+    """
+
+    def __init__(self, model: nn.Module, *, keeps_gradients: bool = False) -> None:
+        self.model = model
+        self._frees_gradients = not keeps_gradients
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(self, batch: Batch) -> None:
+        inputs, labels = batch
+        self.optimizer.zero_grad(set_to_none=self._frees_gradients)
+        nn.functional.cross_entropy(self.model(inputs), labels).backward()
+        self.optimizer.step()
+
+    def weights(self) -> torch.Tensor:
+        """Return all weights in one dimension, gathered from all ranks if they are sharded; called on every rank."""
+        weights = [parameter.detach() for parameter in self.model.parameters()]
+        weights = [each.full_tensor() if isinstance(each, DTensor) else each for each in weights]
+        return torch.cat([each.flatten() for each in weights])
+
+
+def compare_weights(trainers: Mapping[str, Trainer], lossy: Collection[str] = ()) -> None:
+    """Raise BenchmarkError if a contender's weights differ between ranks, or from those of the first contender.
+
+    Args:
+        trainers: The contenders; `ALONE` is not compared.
+        lossy: Those that are only compared between ranks.
+    """
+    found = {who: trainer.weights() for who, trainer in trainers.items() if who != ALONE}
+    first = next(iter(found), "")
+    for who, weights in found.items():
+        of_rank_0 = weights.clone()
+        sync.broadcast(of_rank_0, 0)
+        if not torch.equal(of_rank_0, weights):
+            raise BenchmarkError(f"after training with {who} the ranks' weights differ")
+        difference = (weights - found[first]).abs().max().item()
+        if who not in lossy and difference > _TOLERANCE:
+            raise BenchmarkError(f"{who}'s weights differ from {first}'s by {difference:.2g} after training")
 
 
 def time_steps(
@@ -47,18 +94,19 @@ def time_steps(
 
     Sends the bytes of the gradients, and for each contender four lists, with one number for each step, and the note.
     """
+    work = WORKLOADS[model]
     with _worlds(where, rank, size, contenders) as groups:
-        trainers = {who: Trainer(_wrapped(who, WORKLOADS[model].model, groups)) for who in contenders}
-        torch.manual_seed(1 + rank)
+        trainers = {who: Trainer(wrapped(who, work, groups)) for who in contenders}
+        torch.manual_seed(1 + rank * work.own_batches)
         found: dict[str, tuple[list[float], list[float], list[float], list[float]]] = {
             who: ([], [], [], []) for who in contenders
         }
         if "auto" in trainers:
             for _ in range(_TUNING):
-                trainers["auto"].step(WORKLOADS[model].batch())
-            trainers["auto"] = _begin_anew(trainers["auto"].model, WORKLOADS[model].model)
+                trainers["auto"].step(work.batch())
+            trainers["auto"] = _begin_anew(trainers["auto"].model, work.model)
         for turn in range(-_WARM_UPS, steps):
-            batch = WORKLOADS[model].batch()
+            batch = work.batch()
             for who in in_turns(list(trainers), turn):
                 sync.barrier()
                 before, began = sent_nbytes(), perf_counter()
@@ -82,7 +130,7 @@ def time_steps(
 def use_memory(test: Connection, where: str, rank: int, size: int, model: str, contender: str) -> None:
     """Train, and send ("begin", bytes of the largest bucket) and "end" around the steps whose memory `benchmark` reads."""
     with _worlds(where, rank, size, [contender]) as groups:
-        trainer = Trainer(_wrapped(contender, WORKLOADS[model].model, groups), keeps_gradients=contender == KEPT)
+        trainer = Trainer(wrapped(contender, WORKLOADS[model], groups), keeps_gradients=contender == KEPT)
         trainer.model.zero_grad()
         test.send("ready")
         test.recv()
@@ -104,7 +152,7 @@ def train_with_few_exchanges(
         held_out = torch.randn(1024, 1024)
         torch.manual_seed(2)
         student: nn.Module = WORKLOADS["large"].model()
-        wrapped = DistributedDataParallel(student) if who == "data parallel" else student
+        model = DistributedDataParallel(student) if who == "data parallel" else student
         inner = torch.optim.AdamW(student.parameters(), lr=3e-4, fused=True)
         torch.manual_seed(3 + rank)
         options: dict[str, Any] = {"fragments": 4, "delay": every // 5, "alpha": 0.5, "compress": "int8"}
@@ -115,7 +163,7 @@ def train_with_few_exchanges(
             for _ in range(every * outer_steps):
                 inputs = torch.randn(_SAMPLES, 1024)
                 inner.zero_grad()
-                nn.functional.cross_entropy(wrapped(inputs), _labels(teacher, inputs)).backward()
+                nn.functional.cross_entropy(model(inputs), _labels(teacher, inputs)).backward()
                 (diloco or inner).step()
             seconds = perf_counter() - began
             sent = sent_nbytes() - before
@@ -172,14 +220,14 @@ def _worlds(where: str, rank: int, size: int, contenders: Sequence[str]) -> Iter
         yield groups
 
 
-def _wrapped(who: str, make: Any, groups: Mapping[str, Any]) -> nn.Module:
+def wrapped(who: str, work: Workload, groups: Mapping[str, Any]) -> nn.Module:
     """Return a model for a contender. All have the same weights."""
     torch.manual_seed(0)
-    module: nn.Module = make()
+    module = work.model()
     if who in (ALONE, KEPT):
         return module
     if who in WITH_TORCH:
-        return nn.parallel.DistributedDataParallel(module, process_group=groups[who])
+        return work.spread(module, groups[who])
     cap = "auto" if who == "auto" else None
     model = DistributedDataParallel(module, process_group=groups.get(who), bucket_cap_mb=cap)
     if who in LOSSY:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.laboratory import obey
 from benchmarks.rpc.called import OBJECTS, CalledObject, count_bytes, increment
@@ -54,25 +54,11 @@ def call(test: Connection, whose: str, where: str) -> None:
         obey(test, TorchCalls(where) if whose == "torch" else AsyncdistCalls(whose, where))
 
 
-class RpcContender(Protocol):
-    """A library that is measured. Each public method is a case, and returns seconds or calls per second."""
-
-    def round_trip(self, count: int) -> float:
-        """Return the median seconds of calls one after another, with a number."""
-
-    def rate(self, count: int, in_flight: int) -> float:
-        """Return the calls per second with many in flight."""
-
-    def tensor(self, count: int, nbytes: int) -> float:
-        """Return the median seconds of calls with a tensor."""
+# A class for each library. A public method is a case, and returns the median seconds of a call, or calls per second.
 
 
-class AsyncdistCalls(RpcContender):
-    """asyncdist's remote calls, over a Unix socket or TCP.
-
-    Args:
-        whose: "unix" or "tcp".
-    """
+class AsyncdistCalls:
+    """asyncdist's remote calls, over a Unix socket ("unix") or TCP ("tcp")."""
 
     def __init__(self, whose: str, job: str) -> None:
         from asyncdist.base.background_loop import new_loop
@@ -88,17 +74,12 @@ class AsyncdistCalls(RpcContender):
         await self._session.__aenter__()
         self._target = await self._session.find("one")
 
-    def _run(self, coroutine: Coroutine[Any, Any, float]) -> float:
-        return self._runner.run(coroutine)
-
     def round_trip(self, count: int) -> float:
-        return self._run(self._one_by_one(count, lambda: self._target.increment(1)))
+        return self._runner.run(self._one_by_one(count, lambda: self._target.increment(1)))
 
     def tensor(self, count: int, nbytes: int) -> float:
-        import torch
-
-        tensor = torch.ones(nbytes, dtype=torch.uint8)
-        return self._run(self._one_by_one(count, lambda: self._target.count_bytes(tensor)))
+        tensor = _tensor(nbytes)
+        return self._runner.run(self._one_by_one(count, lambda: self._target.count_bytes(tensor)))
 
     def rate(self, count: int, in_flight: int) -> float:
         async def call() -> None:
@@ -110,16 +91,14 @@ class AsyncdistCalls(RpcContender):
             await asyncio.gather(*[call() for _ in range(in_flight)])
             return count // in_flight * in_flight / (time.perf_counter() - begun)
 
-        return self._run(measure())
+        return self._runner.run(measure())
 
     def to_all(self, count: int, objects_count: int) -> float:
-        """Return the median seconds of a call of all objects."""
-
         async def measure() -> float:
             objects = await self._session.find_all("many", count=objects_count)
             return await self._one_by_one(count, lambda: objects.increment(1))
 
-        return self._run(measure())
+        return self._runner.run(measure())
 
     async def _one_by_one(self, count: int, call: Callable[[], asyncio.Future[Any]]) -> float:
         times = []
@@ -130,7 +109,7 @@ class AsyncdistCalls(RpcContender):
         return median(times[-count:])
 
 
-class TorchCalls(RpcContender):
+class TorchCalls:
     """torch's RPC over TensorPipe."""
 
     def __init__(self, where: str) -> None:
@@ -140,9 +119,7 @@ class TorchCalls(RpcContender):
         return _one_by_one(count, lambda: self._rpc.rpc_sync("worker1", increment, args=(1,)))
 
     def tensor(self, count: int, nbytes: int) -> float:
-        import torch
-
-        tensor = torch.ones(nbytes, dtype=torch.uint8)
+        tensor = _tensor(nbytes)
         return _one_by_one(count, lambda: self._rpc.rpc_sync("worker1", count_bytes, args=(tensor,)))
 
     def rate(self, count: int, in_flight: int) -> float:
@@ -155,7 +132,7 @@ class TorchCalls(RpcContender):
         return count // in_flight * in_flight / (time.perf_counter() - begun)
 
 
-class RayCalls(RpcContender):
+class RayCalls:
     """Ray's async actors."""
 
     def __init__(self) -> None:
@@ -170,9 +147,7 @@ class RayCalls(RpcContender):
         return _one_by_one(count, lambda: self._ray.get(self._actor.increment.remote(1)))
 
     def tensor(self, count: int, nbytes: int) -> float:
-        import torch
-
-        tensor = torch.ones(nbytes, dtype=torch.uint8)
+        tensor = _tensor(nbytes)
         return _one_by_one(count, lambda: self._ray.get(self._actor.count_bytes.remote(tensor)))
 
     def rate(self, count: int, in_flight: int) -> float:
@@ -180,6 +155,12 @@ class RayCalls(RpcContender):
         for _ in range(count // in_flight):
             self._ray.get([self._actor.increment.remote(1) for _ in range(in_flight)])
         return count // in_flight * in_flight / (time.perf_counter() - begun)
+
+
+def _tensor(nbytes: int) -> Any:
+    import torch
+
+    return torch.ones(nbytes, dtype=torch.uint8)
 
 
 def _one_by_one(count: int, call: Callable[[], Any]) -> float:

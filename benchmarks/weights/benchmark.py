@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncdist.cli.option_types import ListOf
+from asyncdist.cli.option_types import ListOf, Rate
 from asyncdist.cli.page import Column, Grid, duration, size, times
 from asyncdist.config import whole_number
 from benchmarks.benchmark import COUNTS, Benchmark, option
@@ -43,7 +43,7 @@ class WeightsPlan:
     readers: tuple[int, ...] = option("1,4", "Numbers of readers on one host, each a case.", COUNTS)
     remote_sizes: tuple[int, ...] = option("100M", "Bytes of a version for other hosts.", _SIZES)
     hosts: tuple[int, ...] = option("1,8", "Numbers of other hosts, each a case.", COUNTS)
-    rate: str = option("1gbit", "Rate of each host's link, in the words of tc.", str)
+    rate: str = option("1gbit", "Rate of each host's link, in the words of tc.", Rate())
 
 
 def of_its_rate(case: Case) -> float:

@@ -115,5 +115,5 @@ def test_help_of_each_command_has_its_options_and_defaults(name):
     run = CliRunner().invoke(main, [name, "--help"])
     assert run.exit_code == 0
     assert f"python -m benchmarks {name} " in run.output
-    for words in ("--rounds", "[default: ", "--output"):
+    for words in ("[default: ", "--output"):
         assert words in run.output

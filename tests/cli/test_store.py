@@ -83,28 +83,26 @@ def test_token_is_required_on_every_interface():
 
 
 @pytest.mark.parametrize(
-    ("options", "settings", "from_loopback", "from_elsewhere"),
+    ("token", "options", "settings", "from_loopback", "from_elsewhere"),
     [
-        ((), {}, False, False),
-        (("--c10d", "loopback"), {}, True, False),
-        (("--c10d", "any"), {}, True, True),
-        (("--c10d", "off"), {"ASYNCDIST_STORE_C10D": "any"}, False, False),
-        (("--allow-unauthenticated-c10d",), {}, True, True),
+        ("secret", (), {}, False, False),
+        ("secret", ("--c10d", "loopback"), {}, True, False),
+        ("secret", ("--c10d", "any"), {}, True, True),
+        ("secret", ("--c10d", "off"), {"ASYNCDIST_STORE_C10D": "any"}, False, False),
+        ("secret", ("--allow-unauthenticated-c10d",), {}, True, True),
+        (None, (), {}, True, None),
+        (None, ("--c10d", "off"), {}, False, None),
     ],
 )
-def test_c10d_option_selects_which_torch_clients_a_store_with_a_token_accepts(
-    options, settings, from_loopback, from_elsewhere
+def test_c10d_option_selects_which_torch_clients_a_store_accepts(
+    token, options, settings, from_loopback, from_elsewhere
 ):
-    with started("--host", "0.0.0.0", "--port", "0", *options, ASYNCDIST_TOKEN="secret", **settings) as daemon:
+    host = "127.0.0.1" if token is None else "0.0.0.0"
+    settings = settings if token is None else {**settings, "ASYNCDIST_TOKEN": token}
+    with started("--host", host, "--port", "0", *options, **settings) as daemon:
         assert accepts_c10d_clients("127.0.0.1", daemon.port, LIMIT) is from_loopback
-        if not is_loopback(outside := outward(Config())):
+        if from_elsewhere is not None and not is_loopback(outside := outward(Config())):
             assert accepts_c10d_clients(outside, daemon.port, LIMIT) is from_elsewhere
-
-
-@pytest.mark.parametrize(("options", "accepted"), [((), True), (("--c10d", "off"), False)])
-def test_store_without_a_token_accepts_torch_clients_unless_c10d_is_off(options, accepted):
-    with started("--port", "0", *options) as daemon:
-        assert accepts_c10d_clients("127.0.0.1", daemon.port, LIMIT) is accepted
 
 
 @pytest.mark.parametrize("source", ["options", pytest.param("environment", marks=pytest.mark.exhaustive)])

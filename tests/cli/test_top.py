@@ -6,7 +6,8 @@ from rich.console import Console
 
 from asyncdist.cli import main
 from asyncdist.cli.top_view import picture
-from asyncdist.kernel.tracing.job_status import JobStatus, RankRow
+from asyncdist.kernel.tracing.job_status import JobStatus
+from asyncdist.kernel.tracing.rank_status import RankStatus
 from asyncdist.kernel.tracing.trace_record import TracedCall
 from tests.support.ports import free_port
 
@@ -15,13 +16,13 @@ CALL = TracedCall("world", "all_reduce", 412, None, "all_reduce(262144 x float32
 
 def status(size=4, late=2):
     rows = [
-        RankRow(
+        RankStatus(
             rank, "pending", f"node{rank // 8}", 4000 + rank, 3, call=CALL, seconds=12.4, last_heard=0.0,
             calls_per_second=31.0, bytes_per_second=3.25e7, waits_for=[late],
         )
         for rank in range(size)
     ]  # fmt: skip
-    rows[late] = RankRow(
+    rows[late] = RankStatus(
         late, "silent", "10.0.0.1", 4321, culprit=True, reason="its process is stopped", last_heard=8.25,
         waited_for_by=[rank for rank in range(size) if rank != late],
     )  # fmt: skip

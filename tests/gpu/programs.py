@@ -20,17 +20,9 @@ from asyncdist_transports.cuda_ipc import collectives
 from tests.support.devices import part_on
 
 DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int16,
-    torch.uint8,
-    torch.uint16,
-    torch.uint64,
-    torch.bool,
-]
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8, torch.uint16,
+    torch.uint64, torch.bool,
+]  # fmt: skip
 # Cycles for which a stream is busy: some milliseconds.
 BUSY = 20_000_000
 
@@ -386,13 +378,8 @@ def left_with_calls(test, where, device):
 
 def _model(device):
     torch.manual_seed(0)
-    layers = [
-        torch.nn.Linear(64, 512),
-        torch.nn.Tanh(),
-        torch.nn.Linear(512, 512),
-        torch.nn.Tanh(),
-        torch.nn.Linear(512, 8),
-    ]
+    linear = [torch.nn.Linear(*sizes) for sizes in ((64, 512), (512, 512), (512, 8))]
+    layers = [linear[0], torch.nn.Tanh(), linear[1], torch.nn.Tanh(), linear[2]]
     return torch.nn.Sequential(*layers).to(device)
 
 

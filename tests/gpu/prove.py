@@ -131,7 +131,7 @@ def bench_figures(name: str) -> Figures:
         if not paths:
             return {}
         results = json.loads(paths[0].read_text())
-        rows = results["device_rows"] or results["rows"]
+        rows = [{"collective": c["part"], **c["facts"], "contenders": c["medians"]} for c in results["cases"]]
         return {"machine": results["machine"], "rows": rows} if rows else {"problem": "nothing was measured"}
 
     return figures
@@ -180,9 +180,8 @@ def parts_for(device: str, folder: Path) -> list[Part]:
         return Part(name, command, 190, gpu_test_figures if on_gpu else test_figures)
 
     def bench(name: str, limit: float, ranks: int, sizes: str, *collectives: str) -> Part:
-        how = ["--device", "cuda"] if on_gpu else ["--against", "gloo", "--repeat", "3"]
-        ranks, sizes = (ranks, sizes) if on_gpu else (max(2, ranks), "4K,64K")
-        command = [python, "-m", "asyncdist.cli", "bench", *collectives, "--ranks", str(ranks), "--sizes", sizes, *how]
+        how = ["--sizes", sizes] if on_gpu else ["--sizes", "4K,64K", "--repeat", "3"]
+        command = [python, "-m", "benchmarks", "devices", *collectives, "--device", device, "--ranks", str(ranks), *how]
         return Part(name, [*command, "--output", str(folder / name)], limit, bench_figures(name))
 
     def program(name: str, ranks: int, path: str, *options: str, figures: Figures) -> Part:
@@ -199,7 +198,7 @@ def parts_for(device: str, folder: Path) -> list[Part]:
     parts = [
         Part("facts", [python, "-c", FACTS], 60, json_line),
         tests("tests"),
-        bench("bench-2", 90, 2, "4K,64K,1M,25M,100M", "all_reduce", "broadcast", *(["send"] if on_gpu else [])),
+        bench("bench-2", 90, 2, "4K,64K,1M,25M,100M", "all_reduce", "broadcast", "send"),
         program("stock-torch", 2, "tests/gpu/stock_torch.py", *small, figures=json_line),
         program("train-digits", 2, "examples/train_digits.py", *out[0], figures=digits),
         program("weight-sync", 3, "examples/weight_sync.py", *served, *out[1], figures=weight_sync_figures),
@@ -216,10 +215,14 @@ def parts_for(device: str, folder: Path) -> list[Part]:
 
 
 def _measured(outcomes: Sequence[Outcome], ranks: int, collective: str, nbytes: int) -> dict[str, Any]:
-    """Return a row of the benchmark on devices; empty if there is none."""
+    """Return a row of the benchmark on CUDA devices; empty if there is none."""
     for outcome in outcomes:
         for row in outcome.figures.get("rows", ()):
-            if "device" in row and (row["ranks"], row["collective"], row["nbytes"]) == (ranks, collective, nbytes):
+            if row["device"] != "cpu" and (row["ranks"], row["collective"], row["nbytes"]) == (
+                ranks,
+                collective,
+                nbytes,
+            ):
                 return dict(row)
     return {}
 
@@ -229,22 +232,22 @@ def targets_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     reduced, small = (_measured(outcomes, 2, "all_reduce", nbytes) for nbytes in (100 << 20, 4 << 10))
     sent, alone = _measured(outcomes, 2, "broadcast", 1 << 30), _measured(outcomes, 1, "all_reduce", 4 << 10)
 
-    def of(row: dict[str, Any], contender: str, key: str) -> float | None:
-        value = row.get("contenders", {}).get(contender, {}).get(key)
-        return None if value is None else float(value)
+    def of(row: dict[str, Any], contender: str) -> float:
+        """Return the seconds of a contender until the data is there; NaN if it was not measured."""
+        return float(row.get("contenders", {}).get(contender, {}).get("figure", math.nan))
 
-    copies, took = of(reduced, "cuda_ipc", "times_as_long_as_copy"), of(sent, "cuda_ipc", "median_us")
-    ours, torchs = of(alone, "nccl", "median_us"), of(alone, "torch's nccl", "median_us")
+    ours = of(reduced, "cuda_ipc")
+    tick = sent.get("latest_ticks", {}).get("awaited", math.nan)
     at_least, at_most = True, False
-    rows: list[tuple[str, float | None, bool, float, str]] = [
-        ("all_reduce, 100 MiB, cuda_ipc", of(reduced, "cuda_ipc", "times_faster_than_gloo"), at_least, 50, "× gloo"),
-        ("all_reduce, 100 MiB, cuda_ipc", copies and 100 / copies, at_least, 25, "% of one process"),
-        ("all_reduce, 4 KiB, cuda_ipc", of(small, "cuda_ipc", "median_us"), at_most, 150, "µs until the data is there"),
-        ("broadcast, 1 GiB, cuda_ipc", took and (1 << 30) / took / 1e3, at_least, 1000, "GB/s"),
-        ("broadcast, 1 GiB, awaited", sent.get("latest_tick_us", {}).get("awaited"), at_most, 5000, "µs latest tick"),
+    rows: list[tuple[str, float, bool, float, str]] = [
+        ("all_reduce, 100 MiB, cuda_ipc", of(reduced, "gloo") / ours, at_least, 50, "× gloo"),
+        ("all_reduce, 100 MiB, cuda_ipc", 100 * of(reduced, "copy") / ours, at_least, 25, "% of one process"),
+        ("all_reduce, 4 KiB, cuda_ipc", 1e6 * of(small, "cuda_ipc"), at_most, 150, "µs until the data is there"),
+        ("broadcast, 1 GiB, cuda_ipc", (1 << 30) / 1e9 / of(sent, "cuda_ipc"), at_least, 1000, "GB/s"),
+        ("broadcast, 1 GiB, awaited", 1e6 * tick, at_most, 5000, "µs latest tick"),
         (
             "all_reduce, 4 KiB, 1 rank, nccl",
-            None if ours is None or torchs is None else ours - torchs,
+            1e6 * (of(alone, "nccl") - of(alone, "torch's nccl")),
             at_most,
             10,
             "µs above torch's NCCL",
@@ -253,9 +256,9 @@ def targets_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return [
         {
             "what": what,
-            "found": found,
+            "found": None if math.isnan(found) else found,
             "wanted": f"{'at least' if least else 'at most'} {limit} {unit}",
-            "met": None if found is None else (found >= limit if least else found <= limit),
+            "met": None if math.isnan(found) else (found >= limit if least else found <= limit),
         }
         for what, found, least, limit, unit in rows
     ]
@@ -417,7 +420,7 @@ def benchmark_lines(outcome: Outcome) -> list[str]:
     """Return a line for each contender at each size: the median until the data is there, in microseconds."""
     lines = []
     for row in outcome.figures.get("rows", ()):
-        times = ", ".join(f"{name} {one['median_us']:.1f}" for name, one in row["contenders"].items())
+        times = ", ".join(f"{name} {1e6 * one['figure']:.1f}" for name, one in row["contenders"].items())
         lines.append(f"  {row['collective']}, {row['nbytes']:,} bytes, {row['ranks']} ranks, µs: {times}")
         lines += [f"    {name} is not measured: {reason}" for name, reason in row.get("absent", {}).items()]
     return ["", outcome.name, *lines] if lines else []

@@ -7,47 +7,38 @@ of several measurements.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from asyncdist.cli.console import screen
 from asyncdist.cli.machine import machine
-from asyncdist.config import Config
+from asyncdist.config import DEFAULT_LANES, Config
 from asyncdist.errors import BenchmarkError, UsageError
 from asyncdist.groups.calibration.measurement import first_of_hosts, measure_links
-from asyncdist.groups.calibration.profile import Values, combined, write_profile
+from asyncdist.groups.calibration.profile import (
+    FEW_LANES,
+    LANES,
+    MANY_LANES,
+    MANY_LANES_WITH_THREADS,
+    Values,
+    combined,
+    lanes_of,
+    write_profile,
+)
 from asyncdist.groups.world import World, open_world
 
-ROUNDS = 10
+_ROUNDS = 10
 """Measurements whose medians count."""
 _LIMIT = 3.0
 """Seconds for one of them: enough for 5 MiB at 20 Mbit/s."""
 _REPEAT = 20
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """The result on one rank.
-
-    Attributes:
-        values: ``alpha``, ``beta`` and ``overhead`` of `asyncdist.kernel.algorithms.selection.Model`, in seconds.
-        hosts: The number of hosts.
-        rank: This rank. Rank 0 writes the profile.
-    """
-
-    values: Values
-    hosts: int
-    rank: int
-
-
-async def calibrate(path: Path) -> Calibration:
-    """Join the other ranks of the job, measure the links between its hosts, and write a profile on rank 0.
+async def calibrate(path: Path) -> None:
+    """Join the other ranks of the job and measure the links between its hosts. Rank 0 writes a profile, and shows it.
 
     Every rank calls it, as torchrun or another launcher has started it on each host.
-
-    Args:
-        path: The profile.
 
     Raises:
         UsageError: All ranks are on one host.
@@ -68,7 +59,8 @@ async def calibrate(path: Path) -> Calibration:
         if world.group.rank() == 0:
             write_profile(path, values, {"hosts": len(hosts), "rounds": len(rounds), "machine": machine()})
         await world.group.barrier()
-        return Calibration(values, len(hosts), world.group.rank())
+        if world.group.rank() == 0:
+            _show(path, values, len(hosts))
     finally:
         world.leave()
         await world.close()
@@ -77,7 +69,7 @@ async def calibrate(path: Path) -> Calibration:
 async def _measure(world: World, hosts: Sequence[int]) -> list[Values]:
     """Return the values of each round, the same on all ranks."""
     rounds = []
-    for number in range(ROUNDS):
+    for number in range(_ROUNDS):
         own: Values | None = None
         if world.group.rank() in hosts:
             own = await measure_links(world.endpoint, hosts, limit=_LIMIT, repeat=_REPEAT, name=f"calibration {number}")
@@ -91,3 +83,29 @@ async def _measure(world: World, hosts: Sequence[int]) -> list[Values]:
             )
         rounds.append(values)
     return rounds
+
+
+def _show(path: Path, values: Values, hosts: int) -> None:
+    lines = [
+        f"Links between {hosts} hosts, medians of {_ROUNDS} measurements:",
+        f"  a round of messages takes {values['alpha'] * 1e6:.1f} µs",
+        f"  each message takes {values['overhead'] * 1e6:.1f} µs more",
+        f"  each byte takes {values['beta'] * 1e9:.2f} ns more: {8e-9 / values['beta']:.2f} Gbit/s",
+        f"  {_lanes_text(values)}",
+        f"{path} has them. To use them, set ASYNCDIST_PROFILE={path} for rank 0.",
+    ]
+    screen().print("\n".join(lines), markup=False)
+
+
+def _lanes_text(values: Mapping[str, float]) -> str:
+    """Say which connections move a large tensor, and how their times compare."""
+    if FEW_LANES not in values:
+        return f"a large tensor takes {DEFAULT_LANES} connections: the links are too slow to compare them with {LANES}"
+    times = [
+        f"{values[name] / values[FEW_LANES]:.2f} times as long over {LANES}{text}"
+        for name, text in ((MANY_LANES, ""), (MANY_LANES_WITH_THREADS, " with threads"))
+        if name in values
+    ]
+    chosen = lanes_of(values)
+    text = f"{chosen.get('lanes', DEFAULT_LANES)} connections{' with threads' if 'tcp_threads' in chosen else ''}"
+    return f"a large tensor takes {text}: it takes {' and '.join(times)} as over {DEFAULT_LANES}"

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from asyncdist.cli.bench.plan import (
-    COLLECTIVES,
-    CONTENDERS,
-    HEADS,
-    ON_DEVICES,
-    RIVALS,
-    STEPS,
-    THROUGH,
-    THROUGH_TORCH,
-    BenchPlan,
-)
-from asyncdist.cli.option_types import ListOf, NamesAmong, NewFile, NewFolder, reporting_write_errors
-from asyncdist.config import DEFAULT_LANES, whole_number
-from asyncdist.errors import UnsupportedError
+from asyncdist.cli.bench.plan import COLLECTIVES, CONTENDERS, RIVALS, THROUGH, THROUGH_TORCH, BenchPlan
+from asyncdist.cli.option_types import ListOf, NamesAmong, NewFile, NewFolder, Rate, reporting_write_errors
+from asyncdist.config import whole_number
 
 if TYPE_CHECKING:
+    from asyncdist.cli.bench.launch import Note
     from asyncdist.cli.bench.result import ResultRow
 
 _SIZES = "4,1K,64K,256K,1M,4M,25M,100M"
 _SIZES_BETWEEN_HOSTS = "4,1K,64K,1M,25M"
-_SIZES_ON_DEVICES = "4K,64K,1M,25M,100M,1G"
 _AVAILABLE = "available"
-_IN_THE_REPOSITORY = ("ddp", "faults", "rpc", "store", "weights")
+_IN_THE_REPOSITORY = {name: name for name in ("ddp", "devices", "faults", "rpc", "store", "weights")} | {
+    "send": "devices"
+}
 _SIZE_LIST = ListOf("sizes such as 4,64K,25M", whole_number)
+
+
+def _elsewhere(benchmark: str) -> str:
+    return f"in a checkout of the sources, `python -m benchmarks {benchmark}` measures that"
 
 
 class _Collective(click.Choice[str]):
@@ -40,8 +35,14 @@ class _Collective(click.Choice[str]):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value in _IN_THE_REPOSITORY:
-            self.fail(f"in a checkout of the sources, `python -m benchmarks {value}` measures that", param, ctx)
+            self.fail(_elsewhere(_IN_THE_REPOSITORY[value]), param, ctx)
         return super().convert(value, param, ctx)
+
+
+def _moved(ctx: click.Context, param: click.Parameter, value: str | bool | None) -> None:
+    """Refuse an option of another benchmark with its command."""
+    if value not in (None, False, "cpu"):
+        raise click.BadParameter(_elsewhere("devices" if param.name == "device" else "ddp steps sharded"))
 
 
 def _rivals(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -56,16 +57,6 @@ def _rivals(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
     return tuple(rival for rival in RIVALS if rival != "mpi" or missing is None)
 
 
-def _link(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    from asyncdist.cli.bench.hosts.limits import rate_in_bytes
-
-    try:
-        rate_in_bytes(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    return value
-
-
 def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
     """Refuse further transports with the name of a contender, because the name of each is a key of the results."""
     for name in value[1:]:
@@ -75,17 +66,8 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
 
 
 @click.command(short_help="Measure collectives against gloo, Open MPI and plain sockets in the same run.")
-@click.argument(
-    "collectives",
-    nargs=-1,
-    type=_Collective(tuple(dict.fromkeys((*COLLECTIVES, *ON_DEVICES)))),
-    metavar="[COLLECTIVE]...",
-)
-@click.option(
-    "--ranks",
-    type=click.IntRange(1, 64),
-    help="Number of rank processes to start; at least 2 on the CPU.  [default: 2]",
-)
+@click.argument("collectives", nargs=-1, type=_Collective(COLLECTIVES), metavar="[COLLECTIVE]...")
+@click.option("--ranks", type=click.IntRange(2, 64), help="Number of rank processes to start.  [default: 2]")
 @click.option(
     "--hosts",
     default=1,
@@ -106,18 +88,12 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
     "--link",
     default="1gbit",
     show_default=True,
-    callback=_link,
+    type=Rate(),
     help="Rate of the link of each of several --hosts, in the words of tc.",
 )
 @click.option("--sizes", type=_SIZE_LIST, help=f"Tensor sizes in bytes.  [default: {_SIZES}]")
-@click.option(
-    "--device",
-    default="cpu",
-    show_default=True,
-    type=click.Choice(("cpu", "cuda")),
-    help=f"`cuda`: measure {', '.join(ON_DEVICES)} on CUDA tensors over every usable device back end, and over torch's "
-    "gloo and NCCL.",
-)
+@click.option("--device", hidden=True, expose_value=False, callback=_moved)
+@click.option("--ddp", is_flag=True, hidden=True, expose_value=False, callback=_moved)
 @click.option(
     "--against",
     default="",
@@ -129,13 +105,11 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
 @click.option(
     "--awaited", is_flag=True, help="Also measure `await` on uvloop, and how much longer it takes than blocking."
 )
-@click.option("--ddp", is_flag=True, help="Also measure a DDP training step of a model with 6.3 M parameters.")
 @click.option(
     "--through",
     default="",
     type=NamesAmong(THROUGH),
-    help="`torch`: also measure stock PyTorch on asyncdist's back end and on gloo: single calls and training steps (DDP, "
-    "FSDP2, tensor parallel).",
+    help="`torch`: also measure the functions of torch.distributed, on asyncdist's back end and on gloo.",
 )
 @click.option(
     "--transport",
@@ -172,14 +146,12 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
     "--output",
     type=NewFolder(),
     is_eager=True,
-    help="Write bench.md, bench.json and bench.png into this folder; between hosts hosts.md and so on, on devices "
-    "device-2.md and so on, with the number of ranks.",
+    help="Write bench.md, bench.json and bench.png into this folder; between hosts hosts.md and so on.",
 )
 def bench(
     collectives: tuple[str, ...],
     ranks: int | None,
     sizes: tuple[int, ...] | None,
-    device: str,
     json_file: Path | None,
     plot_file: Path | None,
     output: Path | None,
@@ -192,8 +164,7 @@ def bench(
     every result is checked before it is timed.
 
     COLLECTIVE is one of all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, scatter and
-    barrier. The default is all_reduce, or with --through torch the six collectives that training uses. With
-    --device cuda it is one of all_reduce, broadcast and send, by default all of them.
+    barrier. The default is all_reduce, or with --through torch the six collectives that training uses.
 
     \b
     asyncdist bench --against gloo,mpi,raw --transport auto,tcp --registered
@@ -201,38 +172,29 @@ def bench(
     asyncdist bench --against gloo --busy 2    # with two processes that compute
     asyncdist bench all_reduce all_gather --hosts 8 --ranks-per-host 2 --link 1gbit --against gloo,raw
     asyncdist bench broadcast all_gather --ranks 4 --sizes 64K,1M --json figures.json
-    asyncdist bench --device cuda          # with --ranks 1: asyncdist's NCCL and torch's
     torchrun --nnodes 2 --no-python ... asyncdist bench --calibrate links.json
     """
-    from asyncdist.cli.bench import launch
-    from asyncdist.cli.bench.hosts.sweep import sweep
+    from asyncdist.cli.bench import launch, tables
     from asyncdist.cli.console import print_page, screen, write_json, write_page
     from asyncdist.config import Config
 
     Config.from_environment()
     if profile is not None:
-        _calibrate(profile)
+        import asyncio
+
+        from asyncdist.cli.bench.calibration import calibrate
+
+        asyncio.run(calibrate(profile))
         return
-    if device == "cuda":
-        if options["hosts"] > 1:
-            raise click.BadParameter("CUDA tensors are measured on one host", param_hint="--hosts")
-        plan = _device_plan(collectives, ranks or 2, sizes, options["repeat"])
-    else:
-        plan = _cpu_plan(collectives, ranks, sizes, **options)
+    plan = _plan(collectives, ranks, sizes, **options)
     if plot_file is not None or output is not None:
         from asyncdist.kernel.tracing.plotting import require_matplotlib
 
         require_matplotlib(plot_file)
-    with _progress_bar() as progress:
-        report = sweep(plan, progress) if plan.hosts > 1 else launch.run(plan, progress)
-    if device == "cuda":
-        from asyncdist.cli.bench.report.device_table import device_page
-
-        page, stem = device_page(report), f"device-{plan.ranks}"
-    else:
-        from asyncdist.cli.bench.report.tables import bench_page
-
-        page, stem = bench_page(report), "hosts" if plan.hosts > 1 else "bench"
+    cases = sum(len(each.cases) for each in (*launch.between_fewer_hosts(plan), plan))
+    with _progress_bar(cases) as note:
+        report = launch.sweep(plan, note)
+    page, stem = tables.bench_page(report), tables.file_stem(plan)
     print_page(screen(stderr=str(json_file) == "-"), page)
     if json_file is not None:
         write_json(report.as_json(), json_file)
@@ -240,48 +202,13 @@ def bench(
         write_page(page, report.as_json(), output, stem)
     for path in (plot_file, output and output / f"{stem}.png"):
         if path is not None:
-            from asyncdist.cli.bench.report.plot import benchmark_figure
+            from asyncdist.cli.bench.plot import benchmark_figure
 
             with reporting_write_errors(path):
                 benchmark_figure(report).savefig(path, dpi=150)
 
 
-def _calibrate(profile: Path) -> None:
-    """Measure the links between hosts, and show the values on rank 0."""
-    import asyncio
-
-    from asyncdist.cli.bench.calibration import ROUNDS, calibrate
-    from asyncdist.cli.console import screen
-
-    found = asyncio.run(calibrate(profile))
-    if found.rank != 0:
-        return
-    values, console = found.values, screen()
-    console.print(f"Links between {found.hosts} hosts, medians of {ROUNDS} measurements:")
-    console.print(f"  a round of messages takes {values['alpha'] * 1e6:.1f} µs")
-    console.print(f"  each message takes {values['overhead'] * 1e6:.1f} µs more")
-    console.print(f"  each byte takes {values['beta'] * 1e9:.2f} ns more: {8e-9 / values['beta']:.2f} Gbit/s")
-    console.print(f"  {_lanes_text(values)}")
-    console.print(f"{profile} has them. To use them, set ASYNCDIST_PROFILE={profile} for rank 0.", markup=False)
-
-
-def _lanes_text(values: Mapping[str, float]) -> str:
-    """Say which connections move a large tensor, and how their times compare."""
-    from asyncdist.groups.calibration.profile import FEW_LANES, LANES, MANY_LANES, MANY_LANES_WITH_THREADS, lanes_of
-
-    if FEW_LANES not in values:
-        return f"a large tensor takes {DEFAULT_LANES} connections: the links are too slow to compare them with {LANES}"
-    times = [
-        f"{values[name] / values[FEW_LANES]:.2f} times as long over {LANES}{text}"
-        for name, text in ((MANY_LANES, ""), (MANY_LANES_WITH_THREADS, " with threads"))
-        if name in values
-    ]
-    chosen = lanes_of(values)
-    text = f"{chosen.get('lanes', DEFAULT_LANES)} connections{' with threads' if 'tcp_threads' in chosen else ''}"
-    return f"a large tensor takes {text}: it takes {' and '.join(times)} as over {DEFAULT_LANES}"
-
-
-def _cpu_plan(
+def _plan(
     collectives: tuple[str, ...],
     ranks: int | None,
     sizes: tuple[int, ...] | None,
@@ -291,7 +218,6 @@ def _cpu_plan(
     link: str,
     against: tuple[str, ...],
     through: tuple[str, ...],
-    ddp: bool,
     **options: Any,
 ) -> BenchPlan:
     if hosts > 1:
@@ -301,53 +227,21 @@ def _cpu_plan(
             click.echo("mpi is left out: it is measured only on one host", err=True)
         against = tuple(rival for rival in against if rival != "mpi")
         ranks = hosts * ranks_per_host
-    ranks = 2 if ranks is None else ranks
-    for name in collectives:
-        if name not in COLLECTIVES:
-            raise click.BadParameter(f"{name} is measured only with --device cuda")
-    if ranks < 2:
-        raise click.BadParameter("a collective needs at least 2 ranks on the CPU", param_hint="--ranks")
     return BenchPlan(
         collectives=tuple(dict.fromkeys(collectives)) or (THROUGH_TORCH if through else ("all_reduce",)),
         sizes=sizes or _SIZE_LIST.read(_SIZES if hosts == 1 else _SIZES_BETWEEN_HOSTS),
-        ranks=ranks,
+        ranks=ranks or 2,
         hosts=hosts,
         link=link if hosts > 1 else "",
         against=tuple(dict.fromkeys((*against, *(("gloo",) if through else ())))),
         through=through,
-        steps=_steps(ranks) if through else STEPS[: 1 if ddp else 0],
         **options,
     )
 
 
-def _device_plan(
-    collectives: tuple[str, ...], ranks: int, sizes: tuple[int, ...] | None, repeat: int | None
-) -> BenchPlan:
-    """Return the plan for CUDA tensors; raise UnsupportedError if there is no device."""
-    from asyncdist.kernel.transport.device_streams import cuda_missing
-
-    for name in collectives:
-        if name not in ON_DEVICES:
-            raise click.BadParameter(f"--device cuda measures only {', '.join(ON_DEVICES)}, not {name}")
-    missing = cuda_missing()
-    if missing is not None:
-        raise UnsupportedError(f"nothing was measured, as there is no CUDA device: {missing}")
-    default = tuple(name for name in ON_DEVICES if name != "send" or ranks > 1)
-    measured = tuple(dict.fromkeys(collectives)) or default
-    return BenchPlan(measured, sizes or _SIZE_LIST.read(_SIZES_ON_DEVICES), ranks, repeat=repeat, device="cuda")
-
-
-def _steps(ranks: int) -> tuple[str, ...]:
-    """Return the training steps that are possible with ``ranks`` ranks; report the others on stderr."""
-    if HEADS % ranks == 0:
-        return STEPS
-    click.echo(f"tensor parallel is left out: {ranks} ranks cannot share {HEADS} heads", err=True)
-    return tuple(step for step in STEPS if step != "tensor_parallel")
-
-
 @contextlib.contextmanager
-def _progress_bar() -> Iterator[Callable[[float, ResultRow | None], None]]:
-    """Show a progress bar if stderr is a terminal. Yield the function that draws the completed share and a new row."""
+def _progress_bar(cases: int) -> Iterator[Note]:
+    """Show a progress bar if stderr is a terminal. Yield the function that draws a new row."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from asyncdist.cli.console import screen
@@ -355,22 +249,16 @@ def _progress_bar() -> Iterator[Callable[[float, ResultRow | None], None]]:
 
     console = screen(stderr=True)
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f} %"),
-        TimeElapsedColumn(),
-    )
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeElapsedColumn(),
+    )  # fmt: skip
     # No automatic refresh: a drawing thread would take a core from the ranks.
     bar = Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal)
-    task = bar.add_task("starting the ranks", total=1.0)
+    task = bar.add_task("starting the ranks", total=cases)
 
-    def update(done: float, row: ResultRow | None) -> None:
-        text = "measuring"
-        if row is not None and "asyncdist" in row.timings:
-            text = f"{row.name} {size(row.nbytes)}: {duration(row.blocking.median)}"
-        bar.update(task, completed=done, description=text)
+    def note(row: ResultRow) -> None:
+        bar.update(task, advance=1, description=f"{row.name} {size(row.nbytes)}: {duration(row.blocking.median)}")
         bar.refresh()
 
     with bar:
         bar.refresh()
-        yield update
+        yield note

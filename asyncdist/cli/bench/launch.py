@@ -8,38 +8,108 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from asyncdist.cli.bench.contenders.mpi import mpi_missing, mpi_version
-from asyncdist.cli.bench.hosts.placement import LOOPBACK, Placement
 from asyncdist.cli.bench.plan import BenchPlan
-from asyncdist.cli.bench.programs import Programs, busy_process, python
 from asyncdist.cli.bench.rank import BY_MPI, CONTROL_SOCKET
 from asyncdist.cli.bench.result import Report, ResultRow
 from asyncdist.cli.machine import machine
 from asyncdist.errors import BenchmarkError, UnsupportedError
+from asyncdist.testing.hosts import LINK, Hosts
 
 _POLL_INTERVAL = 0.2  # seconds between checks that all processes run, until each rank has connected
 _FAILURE_TIMEOUT = 1.0  # seconds in which the other ranks can report a failure after the first one
 _EXIT_TIMEOUT = 30.0  # seconds in which ranks must exit after their last message
+_TERMINATION = 5.0  # seconds between SIGTERM and SIGKILL
+_LAST_NBYTES = 1 << 16  # of standard error, read for the last words
+_LOOPBACK = "127.0.0.1"
+_COMPUTE = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(1_000_000):
+        pass
+"""
+BUSY = [sys.executable, "-I", "-S", "-c", _COMPUTE]
+"""The command of a process that computes until it is ended, or until this process ends."""
+
+Note = Callable[[ResultRow], object]
+"""Is called with each new row."""
 
 
-def run(plan: BenchPlan, progress: Callable[[float, ResultRow | None], None] = lambda done, row: None) -> Report:
+class Programs:
+    """Processes in sessions of their own, with one file for their standard error; a context manager that ends them."""
+
+    def __init__(self) -> None:
+        self.running: list[subprocess.Popen[bytes]] = []
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - `__exit__` closes it
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            alive = [program for program in self.running if program.poll() is None]
+            for program in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(program.pid, number)
+            for program in alive:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    program.wait(_TERMINATION)
+        self._stderr.close()
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        """Start a command in a session of its own, so that Ctrl-C does not reach it."""
+        program = subprocess.Popen(
+            command, env=environment, start_new_session=True, stderr=self._stderr,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        self.running.append(program)
+
+    def last_words(self) -> str:
+        """Return the last lines on standard error as the end of a sentence."""
+        # The processes share the offset of the file: reading at it would move the place where they write.
+        number = self._stderr.fileno()
+        start = max(0, os.fstat(number).st_size - _LAST_NBYTES)
+        lines = os.pread(number, _LAST_NBYTES, start).decode(errors="replace").strip().splitlines()[-12:]
+        return ":\n" + "\n".join(lines) if lines else ", and wrote nothing to standard error"
+
+
+def sweep(plan: BenchPlan, note: Note = lambda row: None) -> Report:
+    """Run a plan; between hosts, first its largest size between 2, 4, … hosts, whose reports are the ``fewer_hosts``."""
+    fewer_hosts = [run(each, note) for each in between_fewer_hosts(plan)]
+    report = run(plan, note)
+    report.fewer_hosts = fewer_hosts
+    return report
+
+
+def between_fewer_hosts(plan: BenchPlan) -> list[BenchPlan]:
+    """Return the plans of the largest size between fewer hosts: for the share of the link against hosts."""
+    sized = tuple(name for name in plan.collectives if name != "barrier")
+    fewer = [1 << power for power in range(1, 16) if 1 << power < plan.hosts] if sized else []
+    return [
+        replace(plan, hosts=hosts, ranks=hosts * plan.ranks_per_host, sizes=(max(plan.sizes),), collectives=sized)
+        for hosts in fewer
+    ]
+
+
+def run(plan: BenchPlan, note: Note = lambda row: None) -> Report:
     """Execute a plan in new processes and return the report.
-
-    Args:
-        plan: What to measure.
-        progress: Called with the completed share of the run (0 to 1), and with each new row or None.
 
     Raises:
         BenchmarkError: A rank fails, or a result is wrong.
         UnsupportedError: The plan needs Open MPI, which is not installed.
+        HostsUnavailableError: This machine cannot make the hosts of the plan.
     """
     report = Report(plan, machine())
     if "mpi" in plan.against:
@@ -48,36 +118,38 @@ def run(plan: BenchPlan, progress: Callable[[float, ResultRow | None], None] = l
         report.machine["mpi"] = mpi_version()
     with (
         tempfile.TemporaryDirectory(prefix="asyncdist-bench-") as folder,
-        Placement(plan) as placement,
+        Hosts(plan.hosts) if plan.hosts > 1 else contextlib.nullcontext() as hosts,
         Programs() as programs,
     ):
-        for kind, value in _messages(_start(plan, Path(folder), programs, placement), programs):
-            if kind == "row":
-                report.rows.append(value)
-                progress(len(report.rows) / plan.parts, value)
-            else:
-                progress(value, None)
+        if hosts is not None and plan.link:
+            hosts.shape(plan.link)
+        for row in _rows(_start(plan, Path(folder), programs, hosts), programs):
+            report.rows.append(row)
+            note(row)
         for program in programs.running[: len(programs.running) - plan.busy]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 program.wait(_EXIT_TIMEOUT)
     return report
 
 
-def commands(plan: BenchPlan, folder: Path, placement: Placement) -> list[list[str]]:
+def commands(plan: BenchPlan, folder: Path, hosts: Hosts | None) -> list[list[str]]:
     """Return the commands that start the ranks: one for each rank, or a single ``mpirun`` if they need MPI."""
-    program = python("asyncdist.cli.bench", str(folder))
+    program = [sys.executable, "-P", "-m", "asyncdist.cli.bench", str(folder)]
     if plan.through:  # torch.distributed has no argument for a transport
         program = ["env", f"ASYNCDIST_TRANSPORT={plan.transports[0]}", *program]
-    if "mpi" not in plan.against:
-        return [placement.command(rank, [*program, str(rank), placement.address(rank)]) for rank in range(plan.ranks)]
-    # Ranks may outnumber the cores, and contenders with threads must not be bound to one core.
-    starter = ["mpirun", "-n", str(plan.ranks), "--oversubscribe", "--bind-to", "none"]
-    if os.geteuid() == 0:
-        starter.append("--allow-run-as-root")
-    return [[*starter, *program, BY_MPI, LOOPBACK]]
+    if "mpi" in plan.against:
+        # Ranks may outnumber the cores, and contenders with threads must not be bound to one core.
+        starter = ["mpirun", "-n", str(plan.ranks), "--oversubscribe", "--bind-to", "none"]
+        if os.geteuid() == 0:
+            starter.append("--allow-run-as-root")
+        return [[*starter, *program, BY_MPI, _LOOPBACK]]
+    if hosts is None:
+        return [[*program, str(rank), _LOOPBACK] for rank in range(plan.ranks)]
+    places = [rank // plan.ranks_per_host for rank in range(plan.ranks)]
+    return [hosts.command(at, *program, str(rank), hosts.addresses[at]) for rank, at in enumerate(places)]
 
 
-def _start(plan: BenchPlan, folder: Path, programs: Programs, placement: Placement) -> list[Connection]:
+def _start(plan: BenchPlan, folder: Path, programs: Programs, hosts: Hosts | None) -> list[Connection]:
     """Start the ranks, send them the plan and the addresses of all ranks, and return their pipes by rank."""
     pipes: dict[int, Connection] = {}
     addresses: dict[int, tuple[str, int]] = {}
@@ -90,8 +162,12 @@ def _start(plan: BenchPlan, folder: Path, programs: Programs, placement: Placeme
             ) from cause
         server.listen(plan.ranks)
         server.settimeout(_POLL_INTERVAL)
-        for rank, command in enumerate(commands(plan, folder, placement)):
-            programs.start(command, env=placement.environment(rank))
+        for rank, command in enumerate(commands(plan, folder, hosts)):
+            environment = None
+            if hosts is not None:
+                # gloo would look up the name of the machine, whose address is not on these hosts.
+                environment = hosts.environment(rank // plan.ranks_per_host) | {"GLOO_SOCKET_IFNAME": LINK}
+            programs.start(command, environment)
         while len(pipes) < plan.ranks:
             try:
                 accepted, _ = server.accept()
@@ -106,15 +182,15 @@ def _start(plan: BenchPlan, folder: Path, programs: Programs, placement: Placeme
                 rank, address = pipe.recv()
                 pipes[rank], addresses[rank] = pipe, address
     for _ in range(plan.busy):
-        programs.start(busy_process())
+        programs.start(BUSY)
     token = secrets.token_bytes(16)
     for pipe in pipes.values():
         pipe.send((plan, [addresses[rank] for rank in range(plan.ranks)], token))
     return [pipes[rank] for rank in range(plan.ranks)]
 
 
-def _messages(pipes: Sequence[Connection], programs: Programs) -> Iterator[tuple[str, Any]]:
-    """Yield the messages of the ranks until all have ended; raise BenchmarkError if one fails."""
+def _rows(pipes: Sequence[Connection], programs: Programs) -> Iterator[Any]:
+    """Yield the rows that rank 0 sends until all ranks have ended; raise BenchmarkError if one fails."""
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     failures: list[str] = []
     silent: list[int] = []
@@ -128,12 +204,12 @@ def _messages(pipes: Sequence[Connection], programs: Programs) -> Iterator[tuple
                 except (EOFError, ConnectionResetError):
                     silent.append(open_pipes.pop(pipe))
                     continue
+                if kind == "row":
+                    yield value
+                    continue
+                open_pipes.pop(pipe)
                 if kind == "failed":
                     failures.append(value)
-                if kind in ("end", "failed"):
-                    open_pipes.pop(pipe)
-                else:
-                    yield kind, value
     if failures or silent:
         raise BenchmarkError(f"the benchmark failed; {_cause(failures, silent, programs)}")
 

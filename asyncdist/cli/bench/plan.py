@@ -13,18 +13,8 @@ from typing import TypeVar
 _Each = TypeVar("_Each")
 
 COLLECTIVES = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "gather",
-    "scatter",
-    "barrier",
-)
-ON_DEVICES = ("all_reduce", "broadcast", "send")
-"""The operations that are measured on CUDA tensors. "send" forwards rank 0's tensor from each rank to the next."""
+    "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "barrier",
+)  # fmt: skip
 _SHARED_OUT = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 RIVALS = ("gloo", "mpi", "raw")
 THROUGH = ("torch",)
@@ -35,15 +25,9 @@ CONTENDERS = ("asyncdist", "registered", "torch", "idle", "awaited", *RIVALS, "c
 THROUGH_TORCH = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "barrier")
 """The collectives that training with torch.distributed uses."""
 
-STEPS = ("ddp", "fsdp2", "tensor_parallel")
-"""The training steps: see `asyncdist.cli.bench.workloads.models`."""
-HEADS = 4
-"""Attention heads of the transformer. The number of ranks must divide it for tensor parallel."""
-
 # (largest size in bytes, timed calls of each contender, calls in each turn)
 _CALLS = ((64 << 10, 1000, 100), (1 << 20, 150, 10), (8 << 20, 48, 4), (32 << 20, 24, 2))
 _CALLS_BEYOND = (12, 1)
-_MOST_DEVICE_CALLS = 200
 _BETWEEN_HOSTS = 6
 """By how much fewer calls are made between hosts, where all ranks share the processors of one machine."""
 
@@ -53,21 +37,13 @@ class BenchPlan:
     """One run.
 
     Attributes:
-        collectives: Names from `COLLECTIVES`; on devices, from `ON_DEVICES`.
-        sizes: Sizes of the tensors in bytes.
-        ranks: The number of rank processes.
-        against: Names from `RIVALS`.
-        awaited: Whether to also measure asyncdist's awaited API.
-        registered: Whether to also measure registered tensors.
-        through: Names from `THROUGH`.
-        steps: Names from `STEPS`.
+        sizes: Of the tensors, in bytes.
         transports: The contenders "asyncdist", "registered", "awaited" and "torch" use the first one. Each further one is
             another contender.
-        repeat: The number of timed calls and steps; None for a number of calls that depends on the size.
-        busy: The number of processes that compute on the same cores, as data loaders or another job do.
+        repeat: The number of timed calls; None for a number that depends on the size.
+        busy: The number of processes that compute on the same cores.
         hosts: The number of hosts: 1 for this machine, more for a test bed of `asyncdist.testing.hosts`.
         link: The rate of each host's link in the words of ``tc``; no limit if empty.
-        device: "cpu" or "cuda". On CUDA devices every usable contender is measured: see `contenders.devices`.
     """
 
     collectives: tuple[str, ...] = ("all_reduce",)
@@ -77,22 +53,16 @@ class BenchPlan:
     awaited: bool = False
     registered: bool = False
     through: tuple[str, ...] = ()
-    steps: tuple[str, ...] = ()
     transports: tuple[str, ...] = ("auto",)
     repeat: int | None = None
     busy: int = 0
     hosts: int = 1
     link: str = ""
-    device: str = "cpu"
 
     @property
     def ranks_per_host(self) -> int:
-        """The number of ranks on each host."""
+        """The number of ranks on each host. Neighbouring ranks share a host."""
         return self.ranks // self.hosts
-
-    def host_of(self, rank: int) -> int:
-        """Return the host of a rank. Neighbouring ranks share a host."""
-        return rank // self.ranks_per_host
 
     @property
     def shares_cores(self) -> bool:
@@ -123,16 +93,6 @@ class BenchPlan:
             *(("copy",) if self.hosts == 1 else ()),
         )
 
-    @property
-    def parts(self) -> int:
-        """The number of cases, training steps included."""
-        return len(self.cases) + len(self.steps)
-
-    @property
-    def training_steps(self) -> int:
-        """The number of timed training steps of each contender."""
-        return self.repeat or 30
-
     def calls(self, nbytes: int) -> tuple[int, int]:
         """Return (timed calls of each contender, calls in each turn) for a size."""
         calls, block = next((calls for limit, *calls in _CALLS if nbytes <= limit), _CALLS_BEYOND)
@@ -140,8 +100,6 @@ class BenchPlan:
             calls //= _BETWEEN_HOSTS
         if self.repeat is not None:
             calls = self.repeat
-        if self.device != "cpu":
-            return min(calls, _MOST_DEVICE_CALLS), 1
         return calls, min(block, calls)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
-from asyncdist.cli.bench import pacing_sockets
+from asyncdist.cli.bench.pacing import StartPacer, connect_ranks
 from asyncdist.cli.bench.plan import BenchPlan
 from asyncdist.errors import AsyncdistError
 
@@ -20,14 +19,12 @@ CONTROL_SOCKET = "control.sock"
 BY_MPI = "mpi"
 """The argument in place of the rank if MPI assigns the ranks."""
 
-_REPORT_INTERVAL = 0.4  # seconds; each report makes the parent draw, which takes a core from the ranks
-
 
 def run_rank(folder: str, number: str, address: str) -> None:
     """Connect to the process that started this one, measure its plan, and report.
 
-    The rank sends (rank, address) and receives (plan, addresses, token). Rank 0 then sends ("done", share) and ("row",
-    ResultRow). The last message of every rank is ("end", None) or ("failed", text).
+    The rank sends (rank, address) and receives (plan, addresses, token). Rank 0 then sends ("row", ResultRow) for each
+    case. The last message of every rank is ("end", None) or ("failed", text).
 
     Args:
         folder: The run's folder.
@@ -37,11 +34,11 @@ def run_rank(folder: str, number: str, address: str) -> None:
     rank = _rank(number)
     pipe = Client(str(Path(folder) / CONTROL_SOCKET), "AF_UNIX")
     try:
-        with pacing_sockets.listen_at(address) as server:
+        with socket.create_server((address, 0), backlog=64) as server:
             pipe.send((rank, server.getsockname()))
             plan, addresses, token = pipe.recv()
             threading.Thread(target=_exit_with_parent, args=(pipe,), daemon=True).start()
-            table = pacing_sockets.connect_ranks(rank, server, addresses, token)
+            table = connect_ranks(rank, server, addresses, token)
         _measure(plan, rank, table, Path(folder), pipe)
     except BaseException as error:
         details = str(error) if isinstance(error, AsyncdistError) else traceback.format_exc()
@@ -70,43 +67,15 @@ def _exit_with_parent(pipe: Connection) -> None:
 def _measure(plan: BenchPlan, rank: int, table: Sequence[socket.socket | None], folder: Path, pipe: Connection) -> None:
     import torch
 
-    from asyncdist.cli.bench.contenders import contenders, devices, plain_sockets
+    from asyncdist.cli.bench.contenders.contenders import open_contenders
+    from asyncdist.cli.bench.contenders.plain_sockets import Sockets
     from asyncdist.cli.bench.measure import measure_case
-    from asyncdist.cli.bench.pace import StartPacer
 
     torch.set_num_threads(1)
     pace = StartPacer(rank, table, sleeps=plan.shares_cores)
-    reporter = _Reporter(pipe if rank == 0 else None, plan.parts)
-    if plan.device == "cpu":
-        sockets = plain_sockets.Sockets(rank, table, plan.ranks_per_host)
-        opening = contenders.open_contenders(plan, rank, folder, sockets, pace)
-    else:
-        opening = devices.open_device_contenders(plan, rank, folder, pace)
-    with opening as field:
+    with open_contenders(plan, rank, folder, Sockets(rank, table, plan.ranks_per_host), pace) as contenders:
         for collective, nbytes in plan.cases:
-            reporter.row(measure_case(field, collective, nbytes, rank, plan, pace, reporter.progress))
-        for step in plan.steps:
-            from asyncdist.cli.bench.workloads.training import train
-
-            reporter.row(train(step, plan, field.torch_groups, rank, pace, reporter.progress))
+            row = measure_case(contenders, collective, nbytes, rank, plan, pace)
+            if rank == 0:
+                pipe.send(("row", row))
         pace()  # no rank exits while another rank measures
-
-
-class _Reporter:
-    """Sends rows, and at intervals the completed share of the run. Without a pipe it sends nothing."""
-
-    def __init__(self, pipe: Connection | None, parts: int) -> None:
-        self._pipe, self._parts = pipe, parts
-        self._part, self._last = 0, 0.0
-
-    def progress(self, share: float) -> None:
-        """Report the completed share (0 to 1) of the current part."""
-        if self._pipe is not None and time.monotonic() - self._last >= _REPORT_INTERVAL:
-            self._last = time.monotonic()
-            self._pipe.send(("done", (self._part + share) / self._parts))
-
-    def row(self, row: object) -> None:
-        """Report the result of a part."""
-        if self._pipe is not None:
-            self._pipe.send(("row", row))
-        self._part += 1

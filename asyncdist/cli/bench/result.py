@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from asyncdist.cli.bench.plan import RIVALS, STEPS, THROUGH, BenchPlan
+from asyncdist.cli.bench.plan import RIVALS, THROUGH, BenchPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,45 +33,23 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class ResultRow:
-    """One measurement: a collective at one size, or a training step.
+    """A collective at one size, 0 for a barrier.
 
     Attributes:
-        name: From `plan.COLLECTIVES`, `plan.ON_DEVICES` or `plan.STEPS`.
-        nbytes: The size of the tensor, 0 for a barrier; for a training step, of the model's float32 parameters.
-        ranks: The number of ranks.
-        timings: By contender. "copy" is the memory traffic of the operation by one process alone; "alone" is the training
-            step of the whole model on one rank.
-        absent: By contender, why it was not measured.
-        device: The name of the CUDA devices; empty on the CPU.
+        timings: By contender, from `plan.CONTENDERS`.
         busy: By contender, the share of the processors' time in which these were busy; only between hosts.
-        latest_ticks: By contender, the most seconds by which a periodic task on a receiving rank's event loop was late.
     """
 
     name: str
     nbytes: int
     ranks: int
     timings: dict[str, Timing]
-    absent: dict[str, str] = field(default_factory=dict)
-    device: str = ""
-    latest_ticks: dict[str, float] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def kind(self) -> str:
-        """ "rows", "device_rows" or "training": the section of the JSON file."""
-        if self.name in STEPS:
-            return "training"
-        return "device_rows" if self.device else "rows"
 
     @property
     def blocking(self) -> Timing:
         """The timing of asyncdist's blocking API."""
         return self.timings["asyncdist"]
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters of a trained model."""
-        return self.nbytes // 4
 
     @property
     def algorithm_bandwidth(self) -> float:
@@ -98,30 +76,21 @@ class ResultRow:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data: times in microseconds, bandwidths in bytes per second."""
-        contenders: dict[str, dict[str, Any]] = {
+        contenders = {
             name: {
-                "median_us": timing.median * 1e6,
-                "p99_us": timing.p99 * 1e6,
-                "best_us": timing.best * 1e6,
-                "calls": timing.calls,
+                "median_us": one.median * 1e6,
+                "p99_us": one.p99 * 1e6,
+                "best_us": one.best * 1e6,
+                "calls": one.calls,
             }
-            for name, timing in self.timings.items()
+            for name, one in self.timings.items()
         }
-        if self.kind == "training":
-            for name, found in contenders.items():
-                found["times_alone"] = self.ratio(name, "alone")
-                found["times_faster_than_gloo"] = self.ratio("gloo", name)
-            return {"step": self.name, "parameters": self.parameters, "contenders": contenders}
-        row = {"collective": self.name, "nbytes": self.nbytes, "ranks": self.ranks, "contenders": contenders}
-        if self.kind == "device_rows":
-            for name, found in contenders.items():
-                found["returns_us"] = self.timings[name].returned * 1e6
-                found["times_faster_than_gloo"] = self.ratio("gloo", name)
-                found["times_as_long_as_copy"] = self.ratio(name, "copy")
-            ticks = _microseconds(self.latest_ticks)
-            return {"device": self.device, **row, "latest_tick_us": ticks, "absent": self.absent}
+        above = {who: self.above_blocking(who) for who in (*THROUGH, "awaited")}
         return {
-            **row,
+            "collective": self.name,
+            "nbytes": self.nbytes,
+            "ranks": self.ranks,
+            "contenders": contenders,
             "algorithm_bandwidth": self.algorithm_bandwidth,
             "bus_bandwidth": self.bus_bandwidth,
             "times_faster_than": {
@@ -132,35 +101,26 @@ class ResultRow:
             "copies": {who: self.ratio(who, "copy") for who in contenders if who != "copy"}
             if "copy" in contenders
             else None,
-            "above_blocking_us": _microseconds({who: self.above_blocking(who) for who in (*THROUGH, "awaited")}),
+            "above_blocking_us": {who: seconds * 1e6 for who, seconds in above.items() if seconds is not None},
             **({"processors_busy": self.busy} if self.busy else {}),
         }
 
 
-def _microseconds(seconds: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: value * 1e6 for name, value in seconds.items() if value is not None}
-
-
 @dataclass(slots=True)
 class Report:
-    """All results of a run. ``fewer_hosts`` has the runs of `hosts.sweep` between fewer hosts, by their number."""
+    """All results of a run. ``fewer_hosts`` has the runs of `launch.sweep` between fewer hosts, by their number."""
 
     plan: BenchPlan
     machine: dict[str, str]
     rows: list[ResultRow] = field(default_factory=list)
     fewer_hosts: list[Report] = field(default_factory=list)
 
-    def of_kind(self, kind: str) -> list[ResultRow]:
-        """Return the rows of a kind (`ResultRow.kind`), in the order of measurement."""
-        return [row for row in self.rows if row.kind == kind]
-
     def as_json(self) -> dict[str, Any]:
         """Return plain data: times in microseconds, bandwidths in bytes per second."""
-        sections = ("rows", "device_rows", "training")
         return {
             "machine": self.machine,
             "plan": asdict(self.plan),
-            **{kind: [row.as_json() for row in self.of_kind(kind)] for kind in sections},
+            "rows": [row.as_json() for row in self.rows],
             **({"fewer_hosts": [each.as_json() for each in self.fewer_hosts]} if self.fewer_hosts else {}),
         }
 

@@ -1,7 +1,7 @@
 """The thread that polls for completion, timeout and failure of pending device operations, and polls single events.
 
-`DeviceGroup` adds each operation when it is issued. The callbacks that it passes decide what a failure means. A caller that
-waits for events alone, as `DeviceLending` does, passes no callbacks.
+`DeviceGroup` adds each operation when it is issued, and decides what a failure means. A caller that waits for events alone,
+as `DeviceLending` does, passes no group.
 
 The thread polls often only while something waits for an enqueued operation: a callback, an ``await``, a hook. A blocking
 caller does not, and a thread that polls beside it would take the interpreter from it several times in each call. The
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
-from asyncdist.base.callables import Callback
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.kernel.devices.work import DeviceWork
 from asyncdist.kernel.engine.operation import Plan
@@ -73,30 +72,31 @@ class Pending:
         return self.event is not None and (self.work.has_callbacks or self.entry.has_hooks)
 
 
-def _nothing(*told: Any) -> None:
-    """Do nothing."""
+class WatchingGroup(Protocol):
+    """What is told of the operations that a watcher watches, on its thread."""
+
+    def check_health(self, pending: Pending) -> None:
+        """Note that one of the oldest operations has lasted for 50 ms, again and again."""
+
+    def on_timeout(self, pending: Pending) -> None:
+        """Note that the deadline of an operation has passed."""
+
+    def fail(self, pending: Pending, cause: BaseException) -> None:
+        """Note that the device reports a failure."""
+
+    def on_calm(self) -> None:
+        """Note that no operation is slow any more."""
 
 
 class CompletionWatcher:
     """Poll pending operations and events, in a daemon thread that ends some seconds after the last one.
 
-    Args:
-        slow: Called as ``slow(pending)``, repeatedly, for the oldest operations once they have lasted 50 ms.
-        late: Called as ``late(pending)`` when the deadline has passed.
-        broken: Called as ``broken(pending, cause)`` when the device reports a failure.
-        calm: Called as ``calm()`` when no operation is slow any more.
+    Without a group there are events only.
     """
 
-    def __init__(
-        self,
-        name: str,
-        slow: Callable[[Pending], None] = _nothing,
-        late: Callable[[Pending], None] = _nothing,
-        broken: Callable[[Pending, Exception], None] = _nothing,
-        calm: Callback = _nothing,
-    ) -> None:
+    def __init__(self, name: str, group: WatchingGroup | None = None) -> None:
         self._thread = DaemonThreadPool(name, max_threads=1, idle_timeout=0.0)
-        self._slow, self._late, self._broken, self._calm = slow, late, broken, calm
+        self._group = group
         self._pending: list[Pending] = []
         self._steps: list[tuple[DeviceEvent, Work]] = []
         self._lock = threading.Lock()
@@ -225,10 +225,12 @@ class CompletionWatcher:
 
     def _note_slow(self, operations: Sequence[Pending]) -> None:
         was_slow, self._was_slow = self._was_slow, bool(operations)
+        if self._group is None:
+            return
         for one in operations:
-            self._slow(one)
+            self._group.check_health(one)
         if was_slow and not operations:
-            self._calm()
+            self._group.on_calm()
 
     def _finish_steps(self) -> bool:
         """Finish the intermediate steps that the device has passed; return whether there was one."""
@@ -248,13 +250,14 @@ class CompletionWatcher:
         try:
             has_passed = pending.event is not None and pending.event.query()
         except Exception as cause:
-            self._broken(pending, cause)
+            if self._group is not None:
+                self._group.fail(pending, cause)
             return True
         if has_passed:
             self._remove_and_finish(pending)
             return True
-        if monotonic() >= pending.deadline:
-            self._late(pending)
+        if monotonic() >= pending.deadline and self._group is not None:
+            self._group.on_timeout(pending)
         return False
 
 

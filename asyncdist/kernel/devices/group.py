@@ -119,13 +119,7 @@ class DeviceGroup(CollectiveOps):
         self._sequence = itertools.count(1)
         self._last_number = 0
         self._executor = SerialExecutor(f"asyncdist-{device}")
-        self._watcher = CompletionWatcher(
-            f"asyncdist-watch-{device}",
-            self._check_health,
-            self._on_timeout,
-            self._fail,
-            self._on_calm,
-        )
+        self._watcher = CompletionWatcher(f"asyncdist-watch-{device}", self)
         self.messages = DevicePointToPoint(
             host, DeviceContext(host, self._streams.with_new_stream()), backend_classes, self._watcher, self._guarded
         )
@@ -218,7 +212,7 @@ class DeviceGroup(CollectiveOps):
         """Run a call in its executor, unless the group has failed."""
         error = self.error or self.host.error or self._owner.error or self.messages.error
         if error is not None:
-            self._fail(pending, error)
+            self.fail(pending, error)
         elif not pending.work.failed:
             self._guarded(pending, functools.partial(do, pending, before))
 
@@ -226,7 +220,7 @@ class DeviceGroup(CollectiveOps):
         try:
             do()
         except Exception as cause:
-            self._fail(pending, cause)
+            self.fail(pending, cause)
 
     def _run_collective(
         self, call: PreparedCall, tensors: Sequence[Any], pending: Pending, before: DeviceEvent | None
@@ -308,7 +302,7 @@ class DeviceGroup(CollectiveOps):
 
     # -- failure -------------------------------------------------------------------------------
 
-    def _check_health(self, pending: Pending) -> None:
+    def check_health(self, pending: Pending) -> None:
         self.desync_detector.listen()
         backend = self._backend
         if backend is not None and not backend.compares and pending.numbered:
@@ -316,28 +310,28 @@ class DeviceGroup(CollectiveOps):
         cause = self.host.error or self._owner.error or self.messages.async_error()
         cause = cause or (None if backend is None else backend.async_error())
         if cause is not None and pending.event is None:
-            self._fail(pending, cause)
+            self.fail(pending, cause)
         elif cause := cause or self.desync_detector.error:
             # Enqueued work can complete without a peer that has left in order.
             pending.problem_since = pending.problem_since or monotonic()
             if monotonic() - pending.problem_since > _DRAIN_TIMEOUT:
-                self._fail(pending, cause)
+                self.fail(pending, cause)
 
-    def _on_calm(self) -> None:
+    def on_calm(self) -> None:
         # A backend that does not compare calls needs the reports of ranks whose own calls are slow.
         if self._backend is not None and self._backend.compares:
             self.desync_detector.rest()
 
-    def _on_timeout(self, pending: Pending) -> None:
+    def on_timeout(self, pending: Pending) -> None:
         elapsed = monotonic() - pending.issued
         where = (
             "in the device's queue" if pending.event is not None else "waiting for its peers, or for calls before it"
         )
         reason = f"not completed after {elapsed:.1f} s: it is still {where}"
         peers = [rank for rank in self.member_ids if rank != self.member_ids[self._rank]]
-        self._fail(pending, OperationTimeoutError(reason, peers=peers, timeout=elapsed))
+        self.fail(pending, OperationTimeoutError(reason, peers=peers, timeout=elapsed))
 
-    def _fail(self, pending: Pending, cause: BaseException) -> None:
+    def fail(self, pending: Pending, cause: BaseException) -> None:
         self._fail_one(pending, self._fail_all(cause))
 
     def _fail_all(self, cause: BaseException) -> GroupError:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+
+from asyncdist.kernel.transport.device_streams import Streams
 
 # CUDA uses the copy engine for copies of at least this size. 16 KiB are below its limit.
 _LARGE_NBYTES = 32 << 10
@@ -22,35 +24,23 @@ _MOST_IN_FLIGHT = 64
 _HOST, _DEVICE = 1, 2
 
 
-class CopyStreams(Protocol):
-    """The part of `Streams` that copies need."""
-
-    @property
-    def current_handle(self) -> int: ...
-
-    def record_event(self) -> Any: ...
-
-    def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor: ...
-
-
 class _Copy2D(ctypes.Structure):
     """``CUDA_MEMCPY2D`` of the driver."""
 
     _fields_ = (
-        ("src_x", ctypes.c_size_t),
-        ("src_y", ctypes.c_size_t),
-        ("src_type", ctypes.c_uint),
-        ("src_host", ctypes.c_void_p),
-        ("src_device", ctypes.c_void_p),
-        ("src_array", ctypes.c_void_p),
-        ("src_pitch", ctypes.c_size_t),
-        ("dst_x", ctypes.c_size_t),
-        ("dst_y", ctypes.c_size_t),
-        ("dst_type", ctypes.c_uint),
-        ("dst_host", ctypes.c_void_p),
-        ("dst_device", ctypes.c_void_p),
-        ("dst_array", ctypes.c_void_p),
-        ("dst_pitch", ctypes.c_size_t),
+        *(
+            (f"{side}_{name}", kind)
+            for side in ("src", "dst")
+            for name, kind in (
+                ("x", ctypes.c_size_t),
+                ("y", ctypes.c_size_t),
+                ("type", ctypes.c_uint),
+                ("host", ctypes.c_void_p),
+                ("device", ctypes.c_void_p),
+                ("array", ctypes.c_void_p),
+                ("pitch", ctypes.c_size_t),
+            )
+        ),
         ("width", ctypes.c_size_t),
         ("height", ctypes.c_size_t),
     )
@@ -71,7 +61,7 @@ class SmallCopies:
     One thread at a time may use it.
     """
 
-    def __init__(self, streams: CopyStreams) -> None:
+    def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._in_flight: deque[tuple[Any, torch.Tensor]] = deque()
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from asyncdist.kernel.tracing.desync_report import standings, tell
-from asyncdist.kernel.tracing.rank_status import RankStatus, statuses
-from asyncdist.kernel.tracing.stacks import Stack
-from asyncdist.kernel.tracing.trace_record import TracedCall, TraceRecord, parse
+from asyncdist.kernel.tracing.rank_status import RankStatus, mark_waits, statuses
+from asyncdist.kernel.tracing.trace_record import TraceRecord, parse
 
 LATE = 10.0
 """Seconds for which others wait for a rank before it is marked as late."""
@@ -22,80 +21,6 @@ _TOLD = 1.0
 """Seconds after which a pending collective is worth a sentence."""
 _SILENT = "did not answer"
 _ORDER = {"lost": 0, "silent": 1, "failed": 2, "pending": 3, "idle": 4, "left": 5}
-
-
-@dataclass
-class RankRow:
-    """One rank.
-
-    Attributes:
-        rank: Its rank when the members met, which is its member id.
-        state: ``pending`` or ``idle`` as it says; ``failed`` if a group of it has failed; ``silent`` if it does not answer;
-            ``lost`` or ``left`` if others say so.
-        is_member: Whether it is in the present generation of the default group.
-        reason: Why a rank is silent, lost or failed.
-        last_heard: Seconds since the last sign of life; 0 for a rank that answers, None if it is not known.
-        waits_for: The ranks that its pending call waits for.
-        waited_for_by: The ranks that wait for this one.
-        waited_for: Seconds of the longest of these waits.
-        culprit: Whether the job is stuck because of this rank.
-    """
-
-    rank: int
-    state: str
-    host: str = ""
-    pid: int | None = None
-    generation: int | None = None
-    is_member: bool = True
-    reason: str = ""
-    call: TracedCall | None = None
-    seconds: float | None = None
-    pending: int = 0
-    calls_per_second: float = 0.0
-    bytes_per_second: float = 0.0
-    last_heard: float | None = None
-    waits_for: list[int] = field(default_factory=list)
-    waited_for_by: list[int] = field(default_factory=list)
-    waited_for: float = 0.0
-    remarks: list[str] = field(default_factory=list)
-    culprit: bool = False
-    stacks: Sequence[Stack] = ()
-
-    @property
-    def progress(self) -> float | None:
-        """The completed part of a pending call, from 0 to 1; None if it is not known."""
-        call = self.call
-        if call is None or call.finished is not None or call.done is None or not call.nbytes:
-            return None
-        return min(1.0, call.done / call.nbytes)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the row as JSON values, with the keys that docs/debugging.md documents."""
-        call = self.call
-        return {
-            "rank": self.rank,
-            "state": self.state,
-            "host": self.host,
-            "pid": self.pid,
-            "generation": self.generation,
-            "member": self.is_member,
-            "reason": self.reason,
-            "operation": call.op if call else None,
-            "number": call.seq if call else None,
-            "call": call.call if call else None,
-            "group": call.group if call else None,
-            "nbytes": call.nbytes if call else None,
-            "done_nbytes": call.done if call and call.finished is None else None,
-            "seconds": self.seconds,
-            "pending_calls": self.pending,
-            "calls_per_second": self.calls_per_second,
-            "bytes_per_second": self.bytes_per_second,
-            "last_heard": self.last_heard,
-            "waits_for": self.waits_for,
-            "waited_for_by": self.waited_for_by,
-            "remarks": self.remarks,
-            "culprit": self.culprit,
-        }
 
 
 @dataclass
@@ -115,7 +40,7 @@ class JobStatus:
     generation: int
     answered_by: int
     time: float
-    rows: list[RankRow]
+    rows: list[RankStatus]
     story: list[str]
 
     @property
@@ -147,7 +72,10 @@ def job_status(answer: Mapping[str, Any], late: float = LATE) -> JobStatus:
     records = [_open_groups(parse(content)) for content in answer["ranks"]]
     silent = {int(rank): (str(why), pid) for rank, why, pid in answer["silent"]}
     newest = max(records, key=lambda record: record.generation)
-    rows = {status.record.rank: _row(status) for status in statuses(records)}
+    by_rank = {record.rank: record for record in records}
+    rows = {row.rank: row for row in statuses(records)}
+    for row in rows.values():
+        _look_at_groups(row, by_rank[row.rank])
     addresses = [None if each is None else str(each[0]) for each in answer["addresses"]]
     hosts = {addresses[record.rank]: record.host for record in records}
     for rank, address in enumerate(addresses):
@@ -157,7 +85,7 @@ def job_status(answer: Mapping[str, Any], late: float = LATE) -> JobStatus:
             rows[rank].pid, rows[rank].host = pid, hosts.get(address, address or "")
     for row in rows.values():
         row.is_member = not newest.members or row.rank in newest.members
-    _mark_waits(rows)
+    mark_waits(rows)
     _mark_culprits(rows, records, late)
     return JobStatus(
         world=str(answer["world"]),
@@ -171,7 +99,7 @@ def job_status(answer: Mapping[str, Any], late: float = LATE) -> JobStatus:
     )
 
 
-def stuck_first(rows: Sequence[RankRow]) -> list[RankRow]:
+def stuck_first(rows: Sequence[RankStatus]) -> list[RankStatus]:
     """Return the rows in the order of interest: culprits, ranks that do not answer, failed ones, then the longest waits."""
     return sorted(
         rows, key=lambda row: (not row.culprit, not row.is_member, _ORDER[row.state], -(row.seconds or 0.0), row.rank)
@@ -188,51 +116,27 @@ def _open_groups(record: TraceRecord) -> TraceRecord:
     return dataclasses.replace(record, groups=groups, counts=counts, errors=errors, calls=calls)
 
 
-def _row(status: RankStatus) -> RankRow:
-    record, call = status.record, status.call
-    waits_for = status.awaits
-    if status.state == "pending" and call is not None and not waits_for:
-        waits_for = [rank for rank in call.awaits if rank >= 0]
-    error = next(iter(record.errors.values()), "")
-    return RankRow(
-        rank=record.rank,
-        state="failed" if error else "pending" if status.state == "pending" else "idle",
-        host=record.host,
-        pid=record.pid,
-        generation=record.generation,
-        reason=error,
-        call=call,
-        seconds=status.seconds if call is not None else None,
-        pending=status.pending,
-        calls_per_second=status.calls_per_second,
-        bytes_per_second=status.bytes_per_second,
-        last_heard=0.0,
-        waits_for=list(waits_for),
-        remarks=[remark for remark in status.remarks if call is None or remark != call.error],
-        stacks=record.stacks,
-    )
+def _look_at_groups(row: RankStatus, record: TraceRecord) -> None:
+    """A rank has failed if one of its groups has. A call that all members have issued waits for what it says itself."""
+    call, row.reason = row.call, next(iter(record.errors.values()), "")
+    if row.state == "pending" and call is not None and not row.waits_for:
+        row.waits_for = [rank for rank in call.awaits if rank >= 0]
+    row.state = "failed" if row.reason else "pending" if row.state == "pending" else "idle"
+    row.remarks = [remark for remark in row.remarks if call is None or remark != call.error]
 
 
-def _absent(rank: int, why: str, records: Sequence[TraceRecord]) -> RankRow:
+def _absent(rank: int, why: str, records: Sequence[TraceRecord]) -> RankStatus:
     """Return the row of a rank that has not answered."""
     heard = [record.heard[rank] for record in records if rank in record.heard]
     lost = next((record.lost[rank] for record in records if rank in record.lost), None)
-    row = RankRow(rank, "silent", reason=why, last_heard=min(heard, default=None))
+    row = RankStatus(rank, "silent", reason=why, last_heard=min(heard, default=None))
     if lost is not None:
         # `GroupFailures.left` has the words of a goodbye.
         row.state, row.reason = ("left" if lost.startswith("it has destroyed") else "lost"), lost
     return row
 
 
-def _mark_waits(rows: Mapping[int, RankRow]) -> None:
-    for row in rows.values():
-        for peer in row.waits_for:
-            if peer in rows:
-                rows[peer].waited_for_by.append(row.rank)
-                rows[peer].waited_for = max(rows[peer].waited_for, row.seconds or 0.0)
-
-
-def _mark_culprits(rows: Mapping[int, RankRow], records: Sequence[TraceRecord], late: float) -> None:
+def _mark_culprits(rows: Mapping[int, RankStatus], records: Sequence[TraceRecord], late: float) -> None:
     """Mark the ranks at which chains of waits end, and those whose call differs from the others'."""
     for row in rows.values():
         does_not_wait = not row.waits_for
@@ -245,7 +149,7 @@ def _mark_culprits(rows: Mapping[int, RankRow], records: Sequence[TraceRecord], 
             row.culprit = True
 
 
-def _story(records: Sequence[TraceRecord], rows: Mapping[int, RankRow]) -> list[str]:
+def _story(records: Sequence[TraceRecord], rows: Mapping[int, RankStatus]) -> list[str]:
     lines = [f"rank {row.rank} is {row.state}: {row.reason}." for row in rows.values() if row.reason and row.is_member]
     blocked = [position for position in standings(records) if position.number is not None]
     waited = max((seconds for position in blocked for seconds in position.waiting.values()), default=0.0)

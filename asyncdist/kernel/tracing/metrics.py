@@ -12,6 +12,7 @@ import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -30,25 +31,23 @@ OTHER = "other"
 _LONGEST_NAME = 80
 
 
-class _OperationCounters:
-    """The counters of one operation of one group, and those of the group's peers."""
-
-    __slots__ = ("buckets", "errors", "nbytes", "peers", "seconds")
-
-    def __init__(self, peers: dict[int | str, _PeerCounters]) -> None:
-        self.peers = peers
-        self.buckets = [0] * (len(SECONDS) + 1)
-        self.errors = self.nbytes = 0
-        self.seconds = 0.0
-
-
+@dataclass(slots=True)
 class _PeerCounters:
     """The counters of one peer, for which operations of one group have waited."""
 
-    __slots__ = ("seconds", "straggled")
+    seconds: float = 0.0
+    straggled: int = 0
 
-    def __init__(self) -> None:
-        self.seconds, self.straggled = 0.0, 0
+
+@dataclass(slots=True)
+class _OperationCounters:
+    """The counters of one operation of one group, and those of the group's peers."""
+
+    peers: dict[int | str, _PeerCounters]
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
+    errors: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 class GroupMetrics:
@@ -153,7 +152,7 @@ class GroupMetrics:
             bounds = [*map(str, SECONDS), "+Inf"]
             buckets = list(zip(bounds, itertools.accumulate(counters.buckets), strict=True))
             seconds.add_metric(labels, buckets, counters.seconds)
-        return iter((errors, nbytes, seconds))
+        yield from (errors, nbytes, seconds)
 
     def _peer_metrics(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily
@@ -172,7 +171,7 @@ class GroupMetrics:
                 labels = (group, str(rank), str(peer))
                 waits.add_metric(labels, counters.seconds)
                 stragglers.add_metric(labels, counters.straggled)
-        return iter((waits, stragglers))
+        yield from (waits, stragglers)
 
     def _pending_metrics(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily
@@ -191,7 +190,7 @@ class GroupMetrics:
             labels = (group, str(rank), op)
             pending.add_metric(labels, len(starts))
             oldest.add_metric(labels, now - min(starts) if starts else 0.0)
-        return iter((pending, oldest))
+        yield from (pending, oldest)
 
 
 class MetricsServer:

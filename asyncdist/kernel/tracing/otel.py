@@ -42,11 +42,7 @@ def trace_operations(tracer_provider: Any = None) -> Hook:
         return offset + int(moment * 1e9)
 
     def on_start(record: OperationRecord) -> None:
-        span = tracer.start_span(
-            record.op,
-            attributes=_attributes(record),
-            start_time=nanoseconds(record.start),
-        )
+        span = tracer.start_span(record.op, attributes=_attributes(record), start_time=nanoseconds(record.start))
         pending[record.id] = span
 
     def finish(record: OperationRecord) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncdist.kernel.tracing.desync_report import paces
+from asyncdist.kernel.tracing.stacks import Stack
 from asyncdist.kernel.tracing.trace_record import TracedCall, TraceRecord
 
 # A rank that issues this share of so many collectives last, and is so many seconds late, is a straggler.
@@ -22,28 +24,80 @@ class RankStatus:
     """The status of one rank.
 
     Attributes:
+        rank: Its rank when the members met, which is its member id.
+        state: ``pending``, ``failed`` (the last call, or for a job a group of it), or ``idle`` between calls and before the
+            first. For a job also ``silent`` if it does not answer; ``lost`` or ``left`` if others say so.
         call: The oldest pending call; without one, the newest call; None before the first.
-        state: ``pending``, ``failed``, or ``idle`` between calls and before the first.
-        seconds: Seconds since the call if it is pending, else since its end.
+        seconds: Seconds since the call if it is pending, else since its end; None without one.
         pending: The number of pending calls.
-        awaits: The ranks that a pending call waits for: those that have not issued the collective, or the other side of a
-            message. Empty if all members have issued it, and for a receive from any rank.
-        awaited_by: The ranks that wait for this one.
         calls_per_second: Rate of completed calls.
         bytes_per_second: Rate of the payload of these calls.
+        waits_for: The ranks that a pending call waits for: those that have not issued the collective, or the other side of
+            a message. Empty if all members have issued it, and for a receive from any rank.
+        waited_for_by: The ranks that wait for this one.
         remarks: Sentences about a different call, a straggler, and an error.
+        is_member: Whether it is in the present generation of the default group.
+        reason: Why a rank is silent, lost or failed.
+        last_heard: Seconds since the last sign of life; 0 for a rank that answers, None if it is not known.
+        waited_for: Seconds of the longest wait for this rank.
+        culprit: Whether the job is stuck because of this rank.
     """
 
-    record: TraceRecord
-    call: TracedCall | None = None
+    rank: int
     state: str = "idle"
-    seconds: float = 0.0
+    host: str = ""
+    pid: int | None = None
+    generation: int | None = None
+    call: TracedCall | None = None
+    seconds: float | None = None
     pending: int = 0
-    awaits: list[int] = field(default_factory=list)
-    awaited_by: list[int] = field(default_factory=list)
     calls_per_second: float = 0.0
     bytes_per_second: float = 0.0
+    waits_for: list[int] = field(default_factory=list)
+    waited_for_by: list[int] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    stacks: Sequence[Stack] = ()
+    is_member: bool = True
+    reason: str = ""
+    last_heard: float | None = 0.0
+    waited_for: float = 0.0
+    culprit: bool = False
+
+    @property
+    def progress(self) -> float | None:
+        """The completed part of a pending call, from 0 to 1; None if it is not known."""
+        call = self.call
+        if call is None or call.finished is not None or call.done is None or not call.nbytes:
+            return None
+        return min(1.0, call.done / call.nbytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the status as JSON values, with the keys that docs/debugging.md documents."""
+        call = self.call
+        return {
+            "rank": self.rank,
+            "state": self.state,
+            "host": self.host,
+            "pid": self.pid,
+            "generation": self.generation,
+            "member": self.is_member,
+            "reason": self.reason,
+            "operation": call.op if call else None,
+            "number": call.seq if call else None,
+            "call": call.call if call else None,
+            "group": call.group if call else None,
+            "nbytes": call.nbytes if call else None,
+            "done_nbytes": call.done if call and call.finished is None else None,
+            "seconds": self.seconds,
+            "pending_calls": self.pending,
+            "calls_per_second": self.calls_per_second,
+            "bytes_per_second": self.bytes_per_second,
+            "last_heard": self.last_heard,
+            "waits_for": self.waits_for,
+            "waited_for_by": self.waited_for_by,
+            "remarks": self.remarks,
+            "culprit": self.culprit,
+        }
 
 
 @dataclass
@@ -59,23 +113,30 @@ def statuses(records: Sequence[TraceRecord]) -> list[RankStatus]:
     """Return the status of each rank of a world that has a record, in the order of the records."""
     by_rank = {record.rank: record for record in records}
     found = {record.rank: _status(record, by_rank) for record in records}
-    for rank, status in found.items():
-        for peer in status.awaits:
-            if peer in found:
-                found[peer].awaited_by.append(rank)
+    mark_waits(found)
     for group, ranks in {item for record in records for item in record.groups.items()}:
-        _mark_stragglers(found, group, ranks)
+        _mark_stragglers(found, records, group, ranks)
         _mark_different_calls(found.values(), group)
     return list(found.values())
+
+
+def mark_waits(found: Mapping[int, RankStatus]) -> None:
+    """Note at each rank which others wait for it, and for how long."""
+    for status in found.values():
+        status.waited_for_by, status.waited_for = [], 0.0
+    for rank, status in found.items():
+        for peer in (found[peer] for peer in status.waits_for if peer in found):
+            peer.waited_for_by.append(rank)
+            peer.waited_for = max(peer.waited_for, status.seconds or 0.0)
 
 
 def wait_edges(found: Iterable[RankStatus]) -> list[WaitEdge]:
     """Return who waits for whom, one edge for each call and set of awaited ranks."""
     edges: dict[tuple[object, ...], WaitEdge] = {}
     for status in found:
-        if status.call is not None and status.awaits:
-            key = (status.call.group, status.call.seq, status.call.call, *status.awaits)
-            edges.setdefault(key, WaitEdge(status.call, [], status.awaits)).waiting.append(status.record.rank)
+        if status.call is not None and status.waits_for:
+            key = (status.call.group, status.call.seq, status.call.call, *status.waits_for)
+            edges.setdefault(key, WaitEdge(status.call, [], status.waits_for)).waiting.append(status.rank)
     return list(edges.values())
 
 
@@ -88,7 +149,15 @@ def quantity(value: float, unit: str = "") -> str:
 
 
 def _status(record: TraceRecord, records: Mapping[int, TraceRecord]) -> RankStatus:
-    status = RankStatus(record, calls_per_second=record.calls_per_second, bytes_per_second=record.bytes_per_second)
+    status = RankStatus(
+        record.rank,
+        host=record.host,
+        pid=record.pid,
+        generation=record.generation,
+        calls_per_second=record.calls_per_second,
+        bytes_per_second=record.bytes_per_second,
+        stacks=record.stacks,
+    )
     if not record.calls:
         return status
     pending = [call for call in record.calls if call.finished is None]
@@ -96,7 +165,7 @@ def _status(record: TraceRecord, records: Mapping[int, TraceRecord]) -> RankStat
     status.call = call = min(pending, key=lambda call: call.issued, default=newest)
     status.pending = len(pending)
     if call.finished is None:
-        status.state, status.awaits = "pending", _awaits(call, record, records)
+        status.state, status.waits_for = "pending", _awaits(call, record, records)
     elif call.error:
         status.state = "failed"
     status.seconds = max(0.0, record.written - (call.finished or call.issued))
@@ -127,8 +196,10 @@ def _mark_different_calls(found: Iterable[RankStatus], group: str) -> None:
                 status.remarks.insert(0, f"mismatch: other ranks called {usual}")
 
 
-def _mark_stragglers(found: Mapping[int, RankStatus], group: str, ranks: tuple[int, ...]) -> None:
-    for rank, pace in paces([status.record for status in found.values()], group, ranks).items():
+def _mark_stragglers(
+    found: Mapping[int, RankStatus], records: Sequence[TraceRecord], group: str, ranks: tuple[int, ...]
+) -> None:
+    for rank, pace in paces(records, group, ranks).items():
         is_late = pace.last >= _STRAGGLER_SHARE and pace.lateness >= _STRAGGLER_SECONDS
         if is_late and pace.counted >= _STRAGGLER_CALLS:
             found[rank].remarks.append(

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.lifecycle import WeakRegistry
 from asyncdist.base.ops import is_message
-from asyncdist.kernel.torch_private import is_profiler_enabled
-from asyncdist.kernel.tracing import profiler as spans
+from asyncdist.kernel.torch_private import enter_span, exit_span, is_profiler_enabled
 from asyncdist.kernel.tracing import stacks, torch_format
 from asyncdist.kernel.tracing.call_text import call_in_words
 from asyncdist.kernel.tracing.trace_record import parse
@@ -38,6 +37,8 @@ class Entry:
     """One operation: its call, and its times on `time.perf_counter`; ``finished`` is 0.0 while it is pending.
 
     ``peer`` is the group rank of the other side of a message; None for a receive from any rank, and for a collective.
+    ``span`` is its span in torch's profiler, which records operations that the profiled thread starts. The span of a
+    background operation ends on another thread: the profiler then treats it as asynchronous, and nests no operator in it.
     """
 
     __slots__ = ("error", "fingerprint", "finished", "group", "issued", "nbytes", "op", "peer", "seq", "span")
@@ -55,7 +56,7 @@ class Entry:
         self.finished = 0.0
         self.error: str | None = None
         self.peer: int | None = None
-        self.span = spans.begin(op) if is_profiler_enabled() else None
+        self.span = enter_span(f"asyncdist:{op}", None) if is_profiler_enabled() else None
 
     def finish(self, error: BaseException | None = None) -> bool:
         """Record the end; return whether the caller must call `run_hooks`, after it has released its locks."""
@@ -63,7 +64,7 @@ class Entry:
         if error is not None:
             self.fail(error)
         if self.span is not None:
-            spans.end(self.span)
+            exit_span(self.span)
             self.span = None
         return self.has_hooks
 
@@ -143,13 +144,7 @@ class Recorder:
         self._entries.clear()
         self._groups.clear()
 
-    def add_group(
-        self,
-        name: str,
-        ranks: Sequence[int],
-        last_number: LastNumber,
-        describe: Details = dict,
-    ) -> None:
+    def add_group(self, name: str, ranks: Sequence[int], last_number: LastNumber, describe: Details = dict) -> None:
         """Register a group.
 
         Args:

@@ -34,16 +34,8 @@ _LIBRARY = "gloo"
 _DEFAULT_GROUP, _NO_DESCRIPTION = "default_pg", "undefined"
 
 # The analyser's names of the collectives. Forms of one collective that ranks may mix have one name.
-_NAMES = {
-    Collective.all_reduce: "all_reduce",
-    Collective.reduce: "reduce",
-    Collective.broadcast: "broadcast",
-    Collective.all_gather: "all_gather",
-    Collective.gather: "gather",
-    Collective.scatter: "scatter",
-    Collective.reduce_scatter: "reduce_scatter",
-    Collective.all_to_all: "all_to_all",
-    Collective.barrier: "barrier",
+_SAME_NAMES = "all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all barrier".split()
+_NAMES = {Collective[name]: name for name in _SAME_NAMES} | {
     Collective.monitored_barrier: "barrier",
     Collective.all_gather_object: "all_gather_v",
     Collective.gather_object: "gather",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from asyncdist.cli.bench.pacing_sockets import connect_ranks, listen_at
+from asyncdist.cli.bench.pacing import connect_ranks
 from asyncdist.cli.bench.result import Timing
 from asyncdist.cli.machine import machine
 
@@ -22,9 +23,9 @@ def unknown_machine():
 def timing():
     """Return a timing of 5 calls: ``timing(milliseconds)``."""
 
-    def timing(milliseconds, returned=None):
+    def timing(milliseconds):
         seconds = milliseconds * 1e-3
-        return Timing(seconds, 2 * seconds, 0.9 * seconds, 5, seconds if returned is None else returned * 1e-3)
+        return Timing(seconds, 2 * seconds, 0.9 * seconds, 5, seconds)
 
     return timing
 
@@ -35,7 +36,7 @@ def in_ranks():
     token = secrets.token_bytes(16)
 
     def in_ranks(ranks, program):
-        servers = [listen_at("127.0.0.1") for _ in range(ranks)]
+        servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(ranks)]
         addresses = [server.getsockname() for server in servers]
 
         def run(rank):

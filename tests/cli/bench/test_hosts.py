@@ -7,12 +7,11 @@ import dataclasses
 import pytest
 
 from asyncdist.cli.bench import launch
-from asyncdist.cli.bench.hosts.limits import CpuMeter, least_nbytes, limit_of, rate_in_bytes
-from asyncdist.cli.bench.hosts.sweep import sweep
+from asyncdist.cli.bench.limits import CpuMeter, least_nbytes, limit_of, rate_in_bytes
 from asyncdist.cli.bench.plan import BenchPlan
-from asyncdist.cli.bench.report.plot import benchmark_figure
-from asyncdist.cli.bench.report.tables import bench_page
+from asyncdist.cli.bench.plot import benchmark_figure
 from asyncdist.cli.bench.result import Report, ResultRow, Timing
+from asyncdist.cli.bench.tables import bench_page
 from asyncdist.cli.machine import machine
 
 MB = 1_000_000
@@ -71,17 +70,16 @@ def row(plan, name, nbytes):
 
 @pytest.fixture
 def report(monkeypatch):
-    def run(plan, progress):
+    def run(plan, note):
         rows = [row(plan, *case) for case in plan.cases]
-        for number, each in enumerate(rows, 1):
-            progress(number / len(rows), each)
+        for each in rows:
+            note(each)
         return Report(plan, dict.fromkeys(machine(), "?"), rows)
 
     monkeypatch.setattr(launch, "run", run)
-    shares = []
-    report = sweep(PLAN, lambda share, row: shares.append(share))
-    assert shares == sorted(shares)
-    assert shares[-1] == 1
+    noted = []
+    report = launch.sweep(PLAN, noted.append)
+    assert len(noted) == sum(len(plan.cases) for plan in (*launch.between_fewer_hosts(PLAN), PLAN))
     return report
 
 
@@ -93,11 +91,8 @@ def test_largest_size_is_also_measured_between_fewer_hosts(report):
     ]
     assert report.plan == PLAN
     assert [part["plan"]["hosts"] for part in report.as_json()["fewer_hosts"]] == [2, 4]
-
-
-def test_two_hosts_are_the_fewest(monkeypatch):
-    monkeypatch.setattr(launch, "run", lambda plan, progress: Report(plan, {}))
-    assert not sweep(dataclasses.replace(PLAN, hosts=2, ranks=4), lambda *_: None).fewer_hosts
+    assert not launch.between_fewer_hosts(dataclasses.replace(PLAN, hosts=2, ranks=4))
+    assert not launch.between_fewer_hosts(dataclasses.replace(PLAN, collectives=("barrier",)))
 
 
 def test_page_says_what_limits_each_row(report):

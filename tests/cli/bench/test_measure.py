@@ -12,11 +12,10 @@ import torch
 from asyncdist import sync
 from asyncdist.cli.bench.contenders import plain_sockets
 from asyncdist.cli.bench.contenders.contenders import Contender, memory_copy, of_api
-from asyncdist.cli.bench.measure import make_entries, measure
-from asyncdist.cli.bench.pace import StartPacer
-from asyncdist.cli.bench.pacing_sockets import connect_ranks, listen_at
-from asyncdist.cli.bench.plan import COLLECTIVES, BenchPlan, in_turns, rounds
-from asyncdist.cli.bench.workloads.collectives import traffic
+from asyncdist.cli.bench.measure import TimedContender, make_entries, measure
+from asyncdist.cli.bench.pacing import StartPacer, connect_ranks
+from asyncdist.cli.bench.plan import COLLECTIVES, in_turns, rounds
+from asyncdist.cli.bench.traffic import Traffic
 from asyncdist.cli.page import size
 from asyncdist.errors import BenchmarkError
 
@@ -30,7 +29,7 @@ def nothing(*_):
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_plain_sockets_compute_every_collective(collective, ranks, nbytes, in_ranks):
     def program(rank, sockets):
-        case = traffic(collective, rank, ranks, nbytes)
+        case = Traffic(collective, rank, ranks, nbytes)
         call = plain_sockets.prepare_socket_call(plain_sockets.Sockets(rank, sockets), case)
         case.load()
         call()
@@ -50,7 +49,7 @@ def test_plain_sockets_of_several_hosts_compute_small_collectives(collective, ra
     ranks, log = 2 * ranks_per_host, []
 
     def program(rank, sockets):
-        case = traffic(collective, rank, ranks, 4)
+        case = Traffic(collective, rank, ranks, 4)
         call = plain_sockets.prepare_socket_call(plain_sockets.Sockets(rank, sockets, ranks_per_host), case)
         case.load()
         log.append("called")
@@ -65,7 +64,8 @@ def test_plain_sockets_of_several_hosts_compute_small_collectives(collective, ra
 
 def test_connection_without_token_is_closed():
     token = secrets.token_bytes(16)
-    with listen_at("127.0.0.1") as lower, listen_at("127.0.0.1") as higher:
+    lower, higher = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+    with lower, higher:
         addresses = [sock.getsockname() for sock in (lower, higher)]
         with socket.create_connection(addresses[0]) as stranger:
             stranger.sendall(bytes(16) + (1).to_bytes(4, "big"))
@@ -91,15 +91,14 @@ def test_one_rank_works_while_the_others_sleep(in_ranks):
 
 def test_memory_copy_runs_on_rank_0_only(in_ranks):
     def program(rank, table):
-        copy = memory_copy(StartPacer(rank, table))
-        assert not copy.enters("barrier")
-        case = traffic("all_gather", rank, 2, 4096)
-        copy.verify(case, nothing)
-        times = copy.run(case, 3, nothing, nothing)
+        entry = TimedContender.of(memory_copy(StartPacer(rank, table)), Traffic("all_gather", rank, 2, 4096))
+        entry.verify(nothing)
+        times = entry.contender.run(entry.case, entry.call, 3, nothing, nothing)
         assert len(times) == 3
         assert all(complete > 0 for _, complete in times) == (rank == 0)
 
     in_ranks(2, program)
+    assert not make_entries([memory_copy(StartPacer(0, [None]))], "barrier", 0, 1, 0)
 
 
 def test_contenders_share_tensors_of_one_kind():
@@ -111,7 +110,7 @@ def test_contenders_share_tensors_of_one_kind():
 
     contenders = [of_api("one", sync), of_api("two", sync, empty=empty), of_api("three", sync)]
     entries = make_entries(contenders, "all_gather", 0, 2, 4096)
-    first, second, third = [case for _, case in entries]
+    first, second, third = [entry.case for entry in entries]
     assert first is third
     assert [tensor.numel() for tensor in made] == [512, 1024]
     assert (second.input is made[0], second.output is made[1]) == (True, True)
@@ -134,9 +133,9 @@ def faulty(right):
 @pytest.mark.parametrize(("right", "words"), [(0, "faulty: {} .* gave a wrong result"), (1, "faulty: a timed {}")])
 def test_wrong_result_ends_the_measurement(collective, right, words):
     receiver = 1 if collective in ("broadcast", "scatter") else 0
-    case = traffic(collective, receiver, 2, 64)
+    case = Traffic(collective, receiver, 2, 64)
     with pytest.raises(BenchmarkError, match=words.format(collective)):
-        measure([(faulty(right), case)], nothing, BenchPlan(repeat=3), nothing)
+        measure([TimedContender.of(faulty(right), case)], nothing, 3, 3, paced=False)
 
 
 def test_order_of_contenders_changes_and_is_equal_on_all_ranks():
@@ -151,13 +150,13 @@ def test_contenders_take_turns():
     turns = []
 
     class Noted(Contender):
-        def run(self, case, calls, before, after):
+        def run(self, case, call, calls, before, after):
             turns.append(self.name)
             return [(1.0, 1.0)] * calls
 
     first, second = Noted("first", nothing), Noted("second", nothing)
-    case = traffic("barrier", 0, 2, 0)
-    timings = measure([(first, case), (second, case)], nothing, BenchPlan(repeat=250), nothing)
+    case = Traffic("barrier", 0, 2, 0)
+    timings = measure([TimedContender.of(each, case) for each in (first, second)], nothing, 250, 100, paced=False)
     names = [contender.name for contender in (first, second)]
     assert turns == [*names, *(name for turn in range(3) for name in in_turns(names, turn))]  # checked, then timed
     assert {name: timing.calls for name, timing in timings.items()} == {"first": 250, "second": 250}

@@ -24,8 +24,19 @@ def _lingering_thread(monkeypatch):
 
 
 class Told(list):
-    def tells(self, what):
-        return lambda *args: self.append((what, *args))
+    """What the group is told."""
+
+    def check_health(self, pending):
+        self.append(("slow", pending))
+
+    def on_timeout(self, pending):
+        self.append(("late", pending))
+
+    def fail(self, pending, cause):
+        self.append(("broken", pending, cause))
+
+    def on_calm(self):
+        pass
 
 
 @pytest.fixture
@@ -35,7 +46,7 @@ def told():
 
 @pytest.fixture
 def watch(told):
-    watch = CompletionWatcher("watch of a test", told.tells("slow"), told.tells("late"), told.tells("broken"))
+    watch = CompletionWatcher("watch of a test", told)
     yield watch
     watch.remove_unfinished()
     watch.close()
@@ -84,11 +95,12 @@ def test_callbacks_for_slow_late_and_failed_operations(watch, told, until):
 
 
 @pytest.mark.parametrize("raised", [ZeroDivisionError, SystemExit])
-def test_watcher_continues_after_a_callback_raises(raised, until, caplog):
-    def fails(pending):
-        raise raised
+def test_watcher_continues_after_its_group_raises(raised, until, caplog):
+    class Failing(Told):
+        def on_timeout(self, pending):
+            raise raised
 
-    watch = CompletionWatcher("watch that goes on", lambda _: None, fails, lambda *_: None)
+    watch = CompletionWatcher("watch that goes on", Failing())
     _, late = pending(limit=0)
     streams, fine = pending()
     watch.add(fine)

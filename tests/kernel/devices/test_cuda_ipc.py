@@ -3,8 +3,6 @@
 Ranks are threads, so that mapping another rank's memory only needs its address.
 """
 
-import itertools
-
 import pytest
 import torch
 
@@ -18,34 +16,6 @@ from asyncdist_transports.cuda_ipc.handles import NOTHING, ExportedMemory, Expor
 from asyncdist_transports.cuda_ipc.loans import CudaIpcLoans
 from tests.support.cuda import HANDLE, PretendDriver, cuda_ipc_over
 from tests.support.devices import PretendStreams, device_cases, run_cases, run_cases_in_flight, run_on_devices
-
-
-@pytest.fixture
-def run(until):
-    """Run ``program(device)`` on the device of each rank, and check that nothing stays mapped or allocated.
-
-    ``device.drivers`` are the drivers of the rank.
-    """
-
-    def run(size, program, *, transport="inproc", **keywords):
-        drivers = [[] for _ in range(size)]
-
-        def checked(device):
-            device.drivers = drivers[device.rank()]
-            result = program(device)
-            assert device.backend in (None, "cuda_ipc")
-            return result
-
-        def kinds(rank):
-            return [cuda_ipc_over(drivers[rank], **keywords)]
-
-        try:
-            return run_on_devices(size, checked, kinds, transport=transport)
-        finally:
-            # An executor's thread may still release memory.
-            until(lambda: not any(driver.mapped or driver.taken for driver in itertools.chain(*drivers)))
-
-    return run
 
 
 @pytest.mark.exhaustive

@@ -35,14 +35,7 @@ from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.collective_cases import reducing
 from asyncdist_transports.nccl import Nccl, bindings, collectives, communicator
 from asyncdist_transports.nccl.bindings import Bindings, Numbers, numbers_of
-from tests.support.devices import (
-    PretendStreams,
-    device_cases,
-    device_group,
-    part_on,
-    run_cases,
-    run_cases_in_flight,
-)
+from tests.support.devices import PretendStreams, device_cases, device_group, part_on, run_cases, run_cases_in_flight
 from tests.support.nccl import PretendNccl, nccl_over
 
 REDUCED = [

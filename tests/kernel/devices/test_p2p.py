@@ -6,7 +6,6 @@ They run over pretended devices. The drivers of these keep CUDA's rules for shar
 import asyncio
 import functools
 import gc
-import itertools
 import logging
 import threading
 from dataclasses import replace
@@ -76,36 +75,6 @@ def from_rank_0(device, count=LARGE):
     peers = range(1, device.size())
     joined([device.recv(tensor, 0)] if device.rank() else [device.send(tensor, peer) for peer in peers]).wait()
     return tensor[0].item()
-
-
-@pytest.fixture
-def run(until):
-    """Run ``program(device)`` on each rank's device, and check that nothing stays mapped or allocated.
-
-    ``refusing`` is a rank that cannot map memory. By default the back end is cuda_ipc, and ``device.drivers`` are the
-    drivers of the rank.
-    """
-
-    def run(size, program, *, made=None, kinds=None, streams=None, transport="inproc", hosts=None, refusing=None):
-        made = [] if made is None else made
-        drivers = [[] for _ in range(size)]
-        classes = {rank: [cuda_ipc_over(drivers[rank])] if kinds is None else kinds for rank in range(size)}
-        if refusing is not None:
-            classes[refusing] = [cuda_ipc_over(made, refuses=RuntimeError("no peer access")), *(kinds or ())[1:]]
-
-        def with_drivers(device):
-            device.drivers = drivers[device.rank()]
-            return program(device)
-
-        results = run_on_devices(
-            size, with_drivers, classes.get, streams or gpus(size), transport=transport, hosts=hosts
-        )
-        made += itertools.chain(*drivers)
-        # An executor's thread may still release memory.
-        until(lambda: not any(driver.mapped or driver.taken for driver in made))
-        return results
-
-    return run
 
 
 # -- the backend -------------------------------------------------------------------------------------
@@ -337,25 +306,6 @@ def test_events_are_reused_and_never_too_early(run):
     run(3, program, made=made, transport="shm")
     # 24 rounds of up to 4 messages in each direction with 2 peers.
     assert max(driver.made_events for driver in made) <= 2 * 2 * 4 + 8
-
-
-def test_receive_from_any_rank_of_large_and_small_messages(run):
-    def program(device):
-        rank = device.rank()
-        counts = [10, LARGE, 10, LARGE]
-        if rank:
-            for count in counts:
-                device.send(torch.full((count,), float(rank)), 0, tag=count).wait()
-            return None
-        sources = []
-        for count in counts * 2:
-            group_work = device.recv(into := torch.empty(count), tag=count)
-            group_work.wait()
-            sources.append(group_work.result())
-            assert into.unique().tolist() == [float(sources[-1])]
-        return sorted(sources)
-
-    assert run(3, program)[0] == [1] * 4 + [2] * 4
 
 
 async def test_strided_messages_between_ranks_of_one_loop():
@@ -677,24 +627,6 @@ def test_blocking_call_does_not_keep_earlier_messages_from_going_on(run):
         return large.unique().tolist()
 
     assert run(2, program) == [[1.0] * 4, [0.0]]
-
-
-def test_blocking_receive_waits_for_the_senders_device(run, until):
-    def program(device):
-        tensor = torch.full((LARGE,), float(device.rank()))
-        if device.rank() == 0:
-            assert "cuda_ipc" in device.messages.backends
-            (driver,) = device.drivers
-            driver.holds = True
-            work = device.send(tensor, 1)
-            until(lambda: driver.made_events)
-            driver.go_on()
-            work.wait()
-        else:
-            device.recv(tensor, 0, background=False)
-        return tensor.unique().tolist()
-
-    assert run(2, program) == [[0.0]] * 2
 
 
 def test_operations_go_on_while_a_blocking_receive_waits_for_a_device(run):

@@ -101,17 +101,16 @@ def test_parts_for_which_no_time_is_left_are_named(prove):
 
 
 def test_targets_are_compared_with_the_benchmark(runner):
-    def row(ranks, collective, nbytes, ticks=None, **contenders):
-        found = {name.replace("_s_", "'s "): figures for name, figures in contenders.items()}
-        shown = {"device": "1 x H200", "ranks": ranks, "collective": collective, "nbytes": nbytes, "contenders": found}
-        return {**shown, "latest_tick_us": ticks or {}, "absent": {}}
+    def row(ranks, collective, nbytes, ticks=None, **microseconds):
+        contenders = {name.replace("_s_", "'s "): {"figure": 1e-6 * each} for name, each in microseconds.items()}
+        facts = {"ranks": ranks, "nbytes": nbytes, "device": "1 x H200", "absent": {}, "latest_ticks": ticks or {}}
+        return {"collective": collective, **facts, "contenders": contenders}
 
-    reduced = {"median_us": 300, "times_faster_than_gloo": 60, "times_as_long_as_copy": 5}
     rows = [
-        row(2, "all_reduce", 100 << 20, cuda_ipc=reduced),
-        row(2, "all_reduce", 4 << 10, cuda_ipc={"median_us": 100}),
-        row(2, "broadcast", 1 << 30, {"awaited": 1000}, cuda_ipc={"median_us": 500}),
-        row(1, "all_reduce", 4 << 10, nccl={"median_us": 30}, torch_s_nccl={"median_us": 15}),
+        row(2, "all_reduce", 100 << 20, cuda_ipc=300, gloo=18_000, copy=60),
+        row(2, "all_reduce", 4 << 10, cuda_ipc=100),
+        row(2, "broadcast", 1 << 30, {"awaited": 1e-3}, cuda_ipc=500),
+        row(1, "all_reduce", 4 << 10, nccl=30, torch_s_nccl=15),
     ]
     outcomes = [runner.Outcome("bench", "passed", "", figures={"rows": rows})]
     targets = runner.targets_of(outcomes)

@@ -23,8 +23,8 @@ async def test_chain_of_waiting_ranks_ends_at_the_rank_that_has_not_called():
         works = [group.all_reduce(torch.ones(10)) for group in groups[:2]]
         works.append(pair[0].broadcast(torch.ones(5), src=0))
         found = observed(groups)
-        assert [status.awaits for status in found] == [[2, 3], [2, 3], [3], []]
-        assert [status.awaited_by for status in found] == [[], [], [0, 1], [0, 1, 2]]
+        assert [status.waits_for for status in found] == [[2, 3], [2, 3], [3], []]
+        assert [status.waited_for_by for status in found] == [[], [], [0, 1], [0, 1, 2]]
         assert [status.state for status in found] == ["pending"] * 3 + ["idle"]
         assert [status.call.call for status in found[1:3]] == [
             "all_reduce(10 x float32, SUM)",
@@ -43,13 +43,13 @@ async def test_receive_waits_for_its_source_and_silent_rank_is_awaited():
         message = groups[0].recv(torch.ones(1), 2, tag=7)
         anyone = groups[1].recv(torch.ones(1), tag=8)
         first, second = observed(groups[:2])
-        assert (first.awaits, first.call.seq, second.awaits) == ([2], 7, [])
+        assert (first.waits_for, first.call.seq, second.waits_for) == ([2], 7, [])
         barrier = groups[0].barrier()
         assert observed(groups[:1])[0].pending == 2
         await asyncio.gather(groups[2].send(torch.ones(1), 0, tag=7), groups[2].send(torch.ones(1), 1, tag=8))
         await asyncio.gather(message, anyone)
         # Nothing is known about ranks 1 and 2.
-        assert observed(groups[:1])[0].awaits == [1, 2]
+        assert observed(groups[:1])[0].waits_for == [1, 2]
         await asyncio.gather(barrier, *(group.barrier() for group in groups[1:]))
 
 
@@ -77,7 +77,7 @@ async def test_limit_of_completed_calls_keeps_the_pending_ones():
             ("recv", 0), ("barrier", 4), ("barrier", 5),
         ]  # fmt: skip
         (status, _) = observed(groups, most=2)
-        assert status.awaits == [1]
+        assert status.waits_for == [1]
         await asyncio.gather(groups[1].send(torch.ones(1), 0), pending)
 
 

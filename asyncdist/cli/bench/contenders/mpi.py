@@ -14,7 +14,7 @@ from asyncdist.base.callables import Callback
 from asyncdist.cli.machine import installed
 
 if TYPE_CHECKING:
-    from asyncdist.cli.bench.workloads.collectives import Traffic
+    from asyncdist.cli.bench.traffic import Traffic
 
 
 def mpi_missing() -> str | None:
@@ -51,27 +51,18 @@ def communicator() -> Any:
 
 def prepare_mpi_call(world: Any, case: Traffic) -> Callback:
     """Return a function that executes the collective once in the tensors' own memory."""
-    if case.name == "barrier":
-        return lambda: world.Barrier()
-    source, target = case.input.numpy(), case.output.numpy()
-    if case.in_place:
-        return _in_place(world, case, source)
+    from mpi4py.MPI import IN_PLACE, SUM
+
+    source, target, is_root = case.input.numpy(), case.output.numpy(), case.rank == 0
     calls: dict[str, Callback] = {
+        "all_reduce": lambda: world.Allreduce(IN_PLACE, source, SUM),
+        "reduce": lambda: world.Reduce(*((IN_PLACE, source) if is_root else (source, None)), SUM, 0),
+        "broadcast": lambda: world.Bcast(source, 0),
         "all_gather": lambda: world.Allgather(source, target),
         "reduce_scatter": lambda: world.Reduce_scatter_block(source, target),
         "all_to_all": lambda: world.Alltoall(source, target),
-        "gather": lambda: world.Gather(source, target if case.rank == 0 else None, 0),
-        "scatter": lambda: world.Scatter(source if case.rank == 0 else None, target, 0),
-    }
-    return calls[case.name]
-
-
-def _in_place(world: Any, case: Traffic, data: Any) -> Callback:
-    from mpi4py.MPI import IN_PLACE, SUM
-
-    calls: dict[str, Callback] = {
-        "all_reduce": lambda: world.Allreduce(IN_PLACE, data, SUM),
-        "reduce": lambda: world.Reduce(*((IN_PLACE, data) if case.rank == 0 else (data, None)), SUM, 0),
-        "broadcast": lambda: world.Bcast(data, 0),
+        "gather": lambda: world.Gather(source, target if is_root else None, 0),
+        "scatter": lambda: world.Scatter(source if is_root else None, target, 0),
+        "barrier": lambda: world.Barrier(),
     }
     return calls[case.name]

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from asyncdist.base.callables import Callback
-from asyncdist.cli.bench.workloads.collectives import Traffic
+from asyncdist.cli.bench.traffic import Traffic
 
 _ONE_ROUND_NBYTES = 64 << 10
 _SEND_NBYTES = 1 << 20
@@ -26,13 +26,7 @@ Spans = dict[int, memoryview]
 
 
 class Sockets:
-    """The connections of one rank.
-
-    Args:
-        rank: This rank.
-        sockets: Connected, non-blocking sockets by rank; None for this rank.
-        ranks_per_host: The number of ranks on each host. Neighbouring ranks share a host.
-    """
+    """The connections of one rank, made by `pacing.connect_ranks`. Neighbouring ranks share a host."""
 
     def __init__(self, rank: int, sockets: Sequence[socket.socket | None], ranks_per_host: int = 1) -> None:
         self.rank, self.ranks_per_host = rank, ranks_per_host
@@ -82,7 +76,7 @@ def _shorten(spans: Spans, peer: int, span: memoryview, nbytes: int) -> None:
 
 def prepare_socket_call(sockets: Sockets, case: Traffic) -> Callback:
     """Return a function that executes the collective once. Its receive buffers are allocated here."""
-    first, *others = _STEPS[case.name](sockets, case)
+    first, *others = getattr(_Steps(sockets, case), case.name)()
 
     def call() -> None:
         first()
@@ -97,141 +91,121 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def _spans(tensors: Sequence[torch.Tensor], peers: Sequence[int]) -> Spans:
-    """Return the bytes of each peer's tensor, without empty ones."""
-    return {peer: _bytes(tensors[peer]) for peer in peers if tensors[peer].numel()}
+class _Steps:
+    """The steps of each collective on one rank. Rank 0 is the root."""
 
+    def __init__(self, sockets: Sockets, case: Traffic) -> None:
+        self._sockets, self._case = sockets, case
+        self._peers, self._rank, self._ranks = sockets.peers, case.rank, case.ranks
+        self._input, self._output = case.input, case.output
+        self._is_small = case.nbytes <= _ONE_ROUND_NBYTES
 
-def _parts(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    """Split a tensor into one part per rank, of nearly equal size."""
-    return list(torch.tensor_split(tensor, ranks))
+    def _exchange(self, sends: Spans | None = None, receives: Spans | None = None) -> Callback:
+        return partial(self._sockets.exchange, sends or {}, receives or {})
 
+    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Split a tensor into one part per rank, of nearly equal size."""
+        return list(torch.tensor_split(tensor, self._ranks))
 
-def _reduce_into(target: torch.Tensor, sockets: Sockets, sends: Spans) -> Callback:
-    """Send each peer its span; add the data of every peer to ``target``."""
-    buffers = {peer: torch.empty_like(target) for peer in sockets.peers}
-    receives = {peer: _bytes(buffer) for peer, buffer in buffers.items() if buffer.numel()}
+    def _spans(self, tensors: Sequence[torch.Tensor]) -> Spans:
+        """Return the bytes of each peer's tensor, without empty ones."""
+        return {peer: _bytes(tensors[peer]) for peer in self._peers if tensors[peer].numel()}
 
-    def call() -> None:
-        sockets.exchange(sends, receives)
-        for tensor in buffers.values():
-            target.add_(tensor)
+    def _to_all(self, tensor: torch.Tensor) -> Spans:
+        return dict.fromkeys(self._peers, _bytes(tensor))
 
-    return call
+    def _reduce_into(self, target: torch.Tensor, sends: Spans) -> Callback:
+        """Send each peer its span; add the data of every peer to ``target``."""
+        buffers = {peer: torch.empty_like(target) for peer in self._peers}
+        exchange = self._exchange(sends, {peer: _bytes(buffer) for peer, buffer in buffers.items() if buffer.numel()})
 
+        def call() -> None:
+            exchange()
+            for tensor in buffers.values():
+                target.add_(tensor)
 
-def _by_hosts(sockets: Sockets, own: memoryview, other: memoryview, combine: Callback) -> list[Callback] | None:
-    """Return the steps of an exchange by the first rank of each host, with recursive doubling between the hosts.
+        return call
 
-    None unless there are several hosts, a power of two, with several ranks each.
+    def _by_hosts(self, own: memoryview, other: memoryview, combine: Callback) -> list[Callback]:
+        """Return the steps of an exchange by the first rank of each host, with recursive doubling between the hosts.
 
-    Args:
-        sockets: The connections.
-        own: This rank's bytes, and the result.
-        other: Receives the bytes of another rank.
-        combine: Combines both in ``own``.
-    """
-    rank, each = sockets.rank, sockets.ranks_per_host
-    hosts = sockets.ranks // each
-    if each == 1 or hosts == 1 or hosts & (hosts - 1):
-        return None
-    first = rank - rank % each
-    if rank != first:
-        return [partial(sockets.exchange, {first: own}, {}), partial(sockets.exchange, {}, {first: own})]
-    steps: list[Callback] = []
-    for member in range(first + 1, first + each):
-        steps += [partial(sockets.exchange, {}, {member: other}), combine]
-    for bit in range(hosts.bit_length() - 1):
-        peer = (rank // each ^ 1 << bit) * each
-        steps += [partial(sockets.exchange, {peer: own}, {peer: other}), combine]
-    return [*steps, partial(sockets.exchange, dict.fromkeys(range(first + 1, first + each), own), {})]
+        ``combine`` combines this rank's bytes ``own`` with those that ``other`` has received, in ``own``. Empty unless
+        there are several hosts, a power of two, with several ranks each.
+        """
+        rank, each = self._rank, self._sockets.ranks_per_host
+        hosts = self._ranks // each
+        if each == 1 or hosts == 1 or hosts & (hosts - 1):
+            return []
+        first = rank - rank % each
+        if rank != first:
+            return [self._exchange({first: own}), self._exchange(receives={first: own})]
+        steps: list[Callback] = []
+        for member in range(first + 1, first + each):
+            steps += [self._exchange(receives={member: other}), combine]
+        for bit in range(hosts.bit_length() - 1):
+            peer = (rank // each ^ 1 << bit) * each
+            steps += [self._exchange({peer: own}, {peer: other}), combine]
+        return [*steps, self._exchange(dict.fromkeys(range(first + 1, first + each), own))]
 
+    def all_reduce(self) -> list[Callback]:
+        if self._is_small:
+            other = torch.empty_like(self._input)
+            steps = self._by_hosts(_bytes(self._input), _bytes(other), partial(self._input.add_, other))
+            return steps or [self._reduce_into(self._input, self._to_all(self._input))]
+        parts = self._parts(self._input)
+        own, others = parts[self._rank], self._spans(parts)
+        return [self._reduce_into(own, others), self._exchange(self._to_all(own), others)]
 
-def _all_reduce(sockets: Sockets, case: Traffic) -> list[Callback]:
-    if case.nbytes <= _ONE_ROUND_NBYTES:
-        other = torch.empty_like(case.input)
-        steps = _by_hosts(sockets, _bytes(case.input), _bytes(other), partial(case.input.add_, other))
-        if steps is not None:
-            return steps
-        return [_reduce_into(case.input, sockets, dict.fromkeys(sockets.peers, _bytes(case.input)))]
-    parts = _parts(case.input, case.ranks)
-    others, own = _spans(parts, sockets.peers), dict.fromkeys(sockets.peers, _bytes(parts[case.rank]))
-    return [_reduce_into(parts[case.rank], sockets, others), partial(sockets.exchange, own, others)]
+    def reduce(self) -> list[Callback]:
+        if self._ranks > 2 and not self._is_small:
+            parts = self._parts(self._input)
+            own, others = parts[self._rank], self._spans(parts)
+            gather = self._exchange({0: _bytes(own)}) if self._rank else self._exchange(receives=others)
+            return [self._reduce_into(own, others), gather]
+        return [self._exchange({0: _bytes(self._input)}) if self._rank else self._reduce_into(self._input, {})]
 
+    def broadcast(self) -> list[Callback]:
+        """Large tensors by van de Geijn's algorithm: the root scatters parts, and the other ranks all-gather them."""
+        if self._ranks == 2 or self._is_small:
+            whole = self._to_all(self._input)
+            return [self._exchange(receives={0: whole[0]}) if self._rank else self._exchange(whole)]
+        # Rank r gets part r - 1; the root has all parts.
+        parts = torch.tensor_split(self._input, self._ranks - 1)
+        spans = {rank: _bytes(parts[rank - 1]) for rank in range(1, self._ranks)}
+        if self._rank == 0:
+            return [self._exchange(spans)]
+        own = spans.pop(self._rank)
+        return [self._exchange(receives={0: own}), self._exchange(dict.fromkeys(spans, own), spans)]
 
-def _reduce(sockets: Sockets, case: Traffic) -> list[Callback]:
-    if case.ranks > 2 and case.nbytes > _ONE_ROUND_NBYTES:
-        parts = _parts(case.input, case.ranks)
-        others = _spans(parts, sockets.peers)
-        sends, receives = ({}, others) if case.rank == 0 else ({0: _bytes(parts[case.rank])}, {})
-        return [_reduce_into(parts[case.rank], sockets, others), partial(sockets.exchange, sends, receives)]
-    if case.rank == 0:
-        return [_reduce_into(case.input, sockets, {})]
-    return [partial(sockets.exchange, {0: _bytes(case.input)}, {})]
+    def all_gather(self) -> list[Callback]:
+        parts = self._parts(self._output)
+        copy = partial(parts[self._rank].copy_, self._input)
+        return [copy, self._exchange(self._to_all(self._input), self._spans(parts))]
 
+    def reduce_scatter(self) -> list[Callback]:
+        parts = self._parts(self._input)
+        copy = partial(self._output.copy_, parts[self._rank])
+        return [copy, self._reduce_into(self._output, self._spans(parts))]
 
-def _broadcast(sockets: Sockets, case: Traffic) -> list[Callback]:
-    """Large tensors by van de Geijn's algorithm: the root scatters parts, and the other ranks all-gather them."""
-    if case.ranks == 2 or case.nbytes <= _ONE_ROUND_NBYTES:
-        whole = _bytes(case.input)
-        return [
-            partial(sockets.exchange, *(({}, {0: whole}) if case.rank else (dict.fromkeys(sockets.peers, whole), {})))
-        ]
-    # Rank r gets part r - 1; the root has all parts.
-    parts = _parts(case.input, case.ranks - 1)
-    spans = {rank: _bytes(parts[rank - 1]) for rank in range(1, case.ranks)}
-    if case.rank == 0:
-        return [partial(sockets.exchange, spans, {})]
-    own = spans.pop(case.rank)
-    return [partial(sockets.exchange, {}, {0: own}), partial(sockets.exchange, dict.fromkeys(spans, own), spans)]
+    def all_to_all(self) -> list[Callback]:
+        inputs, outputs = self._parts(self._input), self._parts(self._output)
+        copy = partial(outputs[self._rank].copy_, inputs[self._rank])
+        return [copy, self._exchange(self._spans(inputs), self._spans(outputs))]
 
+    def gather(self) -> list[Callback]:
+        if self._rank:
+            return [self._exchange({0: _bytes(self._input)})]
+        parts = self._parts(self._output)
+        return [partial(parts[0].copy_, self._input), self._exchange(receives=self._spans(parts))]
 
-def _all_gather(sockets: Sockets, case: Traffic) -> list[Callback]:
-    parts, own = _parts(case.output, case.ranks), dict.fromkeys(sockets.peers, _bytes(case.input))
-    copy = partial(parts[case.rank].copy_, case.input)
-    return [copy, partial(sockets.exchange, own, _spans(parts, sockets.peers))]
+    def scatter(self) -> list[Callback]:
+        if self._rank:
+            return [self._exchange(receives={0: _bytes(self._output)})]
+        parts = self._parts(self._input)
+        return [partial(self._output.copy_, parts[0]), self._exchange(self._spans(parts))]
 
-
-def _reduce_scatter(sockets: Sockets, case: Traffic) -> list[Callback]:
-    parts = _parts(case.input, case.ranks)
-    copy = partial(case.output.copy_, parts[case.rank])
-    return [copy, _reduce_into(case.output, sockets, _spans(parts, sockets.peers))]
-
-
-def _all_to_all(sockets: Sockets, case: Traffic) -> list[Callback]:
-    inputs, outputs = _parts(case.input, case.ranks), _parts(case.output, case.ranks)
-    sends, receives = _spans(inputs, sockets.peers), _spans(outputs, sockets.peers)
-    return [partial(outputs[case.rank].copy_, inputs[case.rank]), partial(sockets.exchange, sends, receives)]
-
-
-def _gather(sockets: Sockets, case: Traffic) -> list[Callback]:
-    if case.rank != 0:
-        return [partial(sockets.exchange, {0: _bytes(case.input)}, {})]
-    parts = _parts(case.output, case.ranks)
-    return [partial(parts[0].copy_, case.input), partial(sockets.exchange, {}, _spans(parts, sockets.peers))]
-
-
-def _scatter(sockets: Sockets, case: Traffic) -> list[Callback]:
-    if case.rank != 0:
-        return [partial(sockets.exchange, {}, {0: _bytes(case.output)})]
-    parts = _parts(case.input, case.ranks)
-    return [partial(case.output.copy_, parts[0]), partial(sockets.exchange, _spans(parts, sockets.peers), {})]
-
-
-def _barrier(sockets: Sockets, case: Traffic) -> list[Callback]:
-    byte, buffers = memoryview(bytearray(1)), {peer: memoryview(bytearray(1)) for peer in sockets.peers}
-    steps = _by_hosts(sockets, byte, memoryview(bytearray(1)), lambda: None)
-    return steps or [partial(sockets.exchange, dict.fromkeys(sockets.peers, byte), buffers)]
-
-
-_STEPS: dict[str, Callable[[Sockets, Traffic], list[Callback]]] = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "broadcast": _broadcast,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "gather": _gather,
-    "scatter": _scatter,
-    "barrier": _barrier,
-}
+    def barrier(self) -> list[Callback]:
+        own, *buffers = (memoryview(bytearray(1)) for _ in range(self._ranks))
+        receives = dict(zip(self._peers, buffers, strict=True))
+        steps = self._by_hosts(own, memoryview(bytearray(1)), lambda: None)
+        return steps or [self._exchange(dict.fromkeys(self._peers, own), receives)]

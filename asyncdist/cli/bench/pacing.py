@@ -1,7 +1,11 @@
-"""Let all ranks start a timed call at the same instant, without using the contenders. Used by `rank` and the contenders."""
+"""Let all ranks start a timed call at the same instant, without using the contenders. Used by `rank` and the contenders.
+
+A TCP socket connects every two ranks. The contender "raw" uses the sockets too.
+"""
 
 from __future__ import annotations
 
+import hmac
 import os
 import select
 import socket
@@ -11,8 +15,39 @@ from time import monotonic_ns
 
 from asyncdist.base.callables import Callback
 
+_HELLO = struct.Struct("!16sI")  # the token, and the rank that connects
 _INSTANT = struct.Struct("!q")
 _AHEAD_NS = 40_000  # from rank 0's message to the start, for each rank of a core
+
+
+def connect_ranks(
+    rank: int, server: socket.socket, addresses: Sequence[tuple[str, int]], token: bytes, timeout: float = 30.0
+) -> list[socket.socket | None]:
+    """Connect to all lower ranks and accept all higher ones; return the sockets by rank, None for this rank.
+
+    The sockets are non-blocking, with TCP_NODELAY. ``addresses`` are those of the ranks' listening sockets. Every rank
+    sends ``token``, 16 bytes, first; other connections are closed. Raises TimeoutError if a rank does not connect.
+    """
+    table: list[socket.socket | None] = [None] * len(addresses)
+    for peer in range(rank):
+        connected = socket.create_connection(addresses[peer], timeout)
+        connected.sendall(_HELLO.pack(token, rank))
+        table[peer] = connected
+    server.settimeout(timeout)
+    while any(sock is None for sock in table[rank + 1 :]):
+        accepted, _ = server.accept()
+        accepted.settimeout(timeout)
+        hello = accepted.recv(_HELLO.size, socket.MSG_WAITALL)
+        received, peer = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
+        if hmac.compare_digest(received, token) and rank < peer < len(addresses) and table[peer] is None:
+            table[peer] = accepted
+        else:
+            accepted.close()
+    for sock in table:
+        if sock is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setblocking(False)
+    return table
 
 
 class StartPacer:
@@ -21,11 +56,8 @@ class StartPacer:
     When all ranks have arrived, rank 0 sends them an instant of the host's monotonic clock, and all ranks spin until then.
     So a rank's time does not include the wake-up of another rank, and no core sleeps when a call begins.
 
-    Args:
-        rank: This rank.
-        sockets: Connected, non-blocking sockets by rank; None for this rank.
-        sleeps: Whether ranks sleep while they wait for each other, and start when they are woken. A rank that spins beside
-            a process that computes would have used up its share of the core when the call begins.
+    With ``sleeps`` ranks sleep while they wait for each other, and start when they are woken: a rank that spins beside a
+    process that computes would have used up its share of the core when the call begins.
     """
 
     def __init__(self, rank: int, sockets: Sequence[socket.socket | None], *, sleeps: bool = False) -> None:

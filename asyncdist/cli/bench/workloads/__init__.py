@@ -1,1 +1,0 @@
-"""What a benchmark executes: collectives, and training steps of models. Used by `bench.rank`."""

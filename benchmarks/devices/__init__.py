@@ -1,0 +1,1 @@
+"""The benchmark of collectives and messages on CUDA tensors."""
