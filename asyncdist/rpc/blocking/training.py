@@ -8,7 +8,6 @@ takes the place of ``dist_autograd.backward(context, [loss])``, and no context i
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +17,7 @@ from torch import nn
 from asyncdist.base.background_loop import background_loop
 from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.rpc.blocking.agent import UNSET_TIMEOUT, WorkerInfo, current_agent
-from asyncdist.rpc.blocking.calls import counted, create, started
-from asyncdist.rpc.blocking.rrefs import RRef
-from asyncdist.rpc.blocking.stand_ins import Referring
-from asyncdist.rpc.references import RemoteReference
+from asyncdist.rpc.blocking.calls import Referred, Referring, RRef, call, counted, started
 from asyncdist.rpc.training import RemoteModule, RemoteOptimizer, ServedModule
 
 
@@ -56,15 +52,14 @@ class BlockingRemoteModule(Referring, nn.Module, kind=ServedModule.__qualname__)
         rank = name.removeprefix("rank:")
         info = current_agent().info(int(rank) if rank != name else name)
         made = [module_cls, list(args or ()), dict(kwargs or {}), device or "cpu"]
-        self._info, self._reference = info, create(info, "serve_module", made, UNSET_TIMEOUT)
+        self._info = info
+        self._reference = background_loop().submit(call(info, "serve_module", made, UNSET_TIMEOUT))
         self._attaching: asyncio.Future[RemoteModule] | None = None
         # The constructor raises what that of the module raises.
         self._reference.result()
 
     @classmethod
-    def standing_for(
-        cls, info: WorkerInfo, reference: concurrent.futures.Future[RemoteReference]
-    ) -> BlockingRemoteModule:
+    def standing_for(cls, info: WorkerInfo, reference: Referred) -> BlockingRemoteModule:
         """Make the module of another process that has arrived here."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
