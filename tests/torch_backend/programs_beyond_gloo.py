@@ -217,28 +217,6 @@ def second_interface(rank, world):
     return pairs
 
 
-def methods_of_the_group(rank, world):
-    """Call methods of the group itself, without options."""
-    group, mine = dist.group.WORLD, numbers(rank)
-    every = torch.cat([numbers(peer) for peer in range(world)])
-    total = sum(numbers(peer, 5 * world) for peer in range(world))
-    share = total[5 * rank : 5 * rank + 5]
-    dealt = torch.stack([numbers(peer, world)[rank] for peer in range(world)])
-    group.all_gather_single(gathered := torch.zeros(5 * world), mine).wait()
-    group.reduce_scatter_single(scattered := torch.zeros(5), numbers(rank, 5 * world)).wait()
-    group.all_to_all_single(exchanged := torch.zeros(world), numbers(rank, world), [], []).wait()
-    outputs = [torch.zeros(5 * world), torch.zeros(5 * world)]
-    group.all_gather_single_coalesced(outputs, [mine, mine]).wait()
-    group.reduce_scatter_single_coalesced([coalesced := torch.zeros(5)], [numbers(rank, 5 * world)]).wait()
-    group.allreduce(bare := numbers(rank)).wait()  # as DDP passes it: neither listed nor with options
-    return [
-        *((gathered_by_all, every) for gathered_by_all in (gathered, *outputs)),
-        *((part, share) for part in (scattered, coalesced)),
-        (exchanged, dealt),
-        (bare, sum(numbers(peer) for peer in range(world))),
-    ]
-
-
 def awaited(rank, world):
     """Asynchronous operations are awaited in coroutines."""
 

@@ -5,10 +5,8 @@ import gc
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.distributed.algorithms.model_averaging import averagers
-from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from toys import gradients, network, samples, state, train
@@ -54,13 +52,6 @@ def variant(rank, world, name):
 def starts_from_rank_0(rank, world):
     """Rank 0's parameters overwrite those of the other ranks."""
     return _trained(rank, network(seed=rank))
-
-
-def double_precision(rank, world):
-    model = DistributedDataParallel(network().double(), **SMALL)
-    inputs, targets = (tensor.double() for tensor in samples(rank, 0))
-    functional.mse_loss(model(inputs), targets).backward()
-    return gradients(model)
 
 
 def buffers_follow_rank_0(rank, world):
@@ -182,17 +173,6 @@ def hook_power_sgd_of_several_buckets(rank, world):
     return pairs
 
 
-def post_local_sgd(rank, world):
-    model = DistributedDataParallel(network(), **SMALL)
-    own, _ = dist.new_subgroups(1)
-    hook_state = post_localSGD_hook.PostLocalSGDState(process_group=None, subgroup=own, start_localSGD_iter=2)
-    model.register_comm_hook(hook_state, post_localSGD_hook.post_localSGD_hook)
-    optimizer = PostLocalSGDOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), averagers.PeriodicModelAverager(period=2, warmup_steps=2)
-    )
-    return train(model, rank, steps=7, optimizer=optimizer), state(model)
-
-
 # -- uneven inputs, sharded optimizers ---------------------------------------------------------------
 
 
@@ -236,52 +216,6 @@ def join_throws_on_early_termination(rank, world):
     return seen
 
 
-class Counted(Joinable):
-    """A minimal Joinable: counts the calls of all ranks."""
-
-    def __init__(self):
-        super().__init__()
-        self.total = 0
-
-    def __call__(self):
-        Join.notify_join_context(self)
-        once = torch.ones(1)
-        dist.all_reduce(once)
-        self.total += int(once.item())
-
-    def join_hook(self, **options):
-        counted = self
-
-        class Hook(JoinHook):
-            def main_hook(self):
-                nothing = torch.zeros(1)
-                dist.all_reduce(nothing)
-                counted.total += int(nothing.item())
-
-            def post_hook(self, is_last_joiner):
-                last = torch.tensor(1.0 if is_last_joiner else 0.0)
-                dist.all_reduce(last, dist.ReduceOp.MAX)
-                counted.last = is_last_joiner
-
-        return Hook()
-
-    @property
-    def join_device(self):
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self):
-        return dist.group.WORLD
-
-
-def joined_custom_joinable(rank, world):
-    counted = Counted()
-    with Join([counted]):
-        for _ in range(2 * rank + 1):
-            counted()
-    return counted.total, counted.last
-
-
 def zero_redundancy(rank, world):
     """Each rank keeps the optimizer state of its own share; rank 0 receives the whole state."""
     model = DistributedDataParallel(network(), **SMALL)
@@ -290,18 +224,6 @@ def zero_redundancy(rank, world):
     optimizer.consolidate_state_dict(to=0)
     whole = optimizer.state_dict()["state"] if rank == 0 else {}
     return losses, state(model), {key: sorted(value) for key, value in whole.items()}
-
-
-def zero_redundancy_joined(rank, world):
-    model = DistributedDataParallel(network(), **SMALL)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, parameters_as_bucket_view=True)
-    with Join([model, optimizer]):
-        for step in range(rank + 1):
-            inputs, targets = samples(rank, step)
-            optimizer.zero_grad()
-            functional.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
-    return state(model)
 
 
 # -- buckets -----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -78,17 +78,6 @@ def redistribute(rank, world):
     return results
 
 
-def redistribute_in_two_dimensions(rank, world):
-    mesh, results = grid(world), {}
-    placements = [Replicate(), Shard(0), Shard(1), Partial()]
-    sources = list(itertools.product(placements, repeat=2))
-    targets = [pair for pair in sources if not any(placement.is_partial() for placement in pair)]
-    for source, target in itertools.product(sources, targets):
-        tensor = _placed(mesh, source, rank).redistribute(placements=target)
-        results[f"{source} to {target}"] = tensor.to_local()
-    return results
-
-
 def redistribute_asynchronously_and_backward(rank, world):
     mesh = line(world)
     local = numbers(rank, 6).view(2, 3).requires_grad_()
@@ -98,48 +87,11 @@ def redistribute_asynchronously_and_backward(rank, world):
     return [moved.to_local(), local.grad]
 
 
-def multiply(rank, world):
-    mesh, results = line(world), {}
-    left, right = torch.arange(24.0).view(4, 6) % 5, torch.arange(48.0).view(6, 8) % 7
-    for one, other in itertools.product([Replicate(), Shard(0), Shard(1)], repeat=2):
-        a = distribute_tensor(left, mesh, [one]).requires_grad_()
-        b = distribute_tensor(right, mesh, [other]).requires_grad_()
-        product = a @ b
-        whole = product.full_tensor()
-        whole.square().sum().backward()
-        results[f"{one} @ {other}"] = [str(product.placements), whole, a.grad.full_tensor(), b.grad.full_tensor()]
-    return results
-
-
-def operators(rank, world):
-    """Sums, norms, softmax, maxima, concatenations, indexing: operators of DTensor that communicate."""
-    mesh = line(world)
-    tensor = distribute_tensor(torch.arange(64.0).view(8, 8) % 7, mesh, [Shard(0)])
-    other = distribute_tensor(torch.arange(64.0).view(8, 8) % 5, mesh, [Shard(1)])
-    results = [
-        tensor.sum(), tensor.mean(0), tensor.max(), tensor.amin(1), (tensor + other), tensor.softmax(0),
-        torch.cat([tensor, other], 1), tensor.t() @ tensor, tensor.var(), tensor.norm(), tensor.argmax(),
-        functional.layer_norm(tensor, [8]), tensor.sort(0).values,
-    ]  # fmt: skip
-    return [each.full_tensor() for each in results]
-
-
 def distributed_from_rank_0(rank, world):
     """A distributed tensor has rank 0's values. By default torch does not send them."""
     every = ([Shard(0), Replicate()], [Replicate(), Shard(1)], [Shard(1), Shard(0)], [Replicate()] * 2)
     mesh, tensor = grid(world), numbers(rank, 35).view(5, 7)
     return [distribute_tensor(tensor, mesh, placements, src_data_rank=0).to_local() for placements in every]
-
-
-def module_distributed(rank, world):
-    def shard(name, module, mesh):
-        for key, parameter in module.named_parameters(recurse=False):
-            module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
-
-    model = distribute_module(Block(), line(world), shard)
-    output = model(distribute_tensor(torch.ones(2, 8), line(world), [Replicate()]))
-    output.full_tensor().square().sum().backward()
-    return [output.full_tensor(), *[parameter.grad.full_tensor() for parameter in model.parameters()]]
 
 
 def _whole_gradients(model):
@@ -177,16 +129,6 @@ def sequence_parallel(rank, world):
         parallelize_module(block, mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Shard(1)))
     inputs = (torch.arange(2 * 8 * 8.0).view(2, 8, 8) % 5 / 4).chunk(world, 1)[rank]
     return _steps(stack, inputs)
-
-
-def sharded_embeddings(rank, world):
-    torch.manual_seed(0)
-    results = []
-    for style in (RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())):
-        model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 4))
-        parallelize_module(model, line(world), {"0": style})
-        results += _steps(model, torch.arange(9).view(3, 3) % 12)
-    return results
 
 
 def sharded_losses(rank, world):

@@ -25,8 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn import functional
-from toys import Block, Tower, samples, state, train
+from toys import Block, Tower, state, train
 
 
 def _sharded(model=None, **options):
@@ -88,24 +87,6 @@ def other_reductions(rank, world):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return _trained(model, rank)
-
-
-def accumulated(rank, world):
-    """Gradients accumulate without communication, then one reduce-scatter follows."""
-    model = _sharded()
-    for step in range(3):
-        model.set_requires_gradient_sync(step == 2)
-        inputs, targets = samples(rank, step)
-        functional.mse_loss(model(inputs), targets).backward()
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-
-
-def clipped_norm(rank, world):
-    model = _sharded()
-    inputs, targets = samples(rank, 0)
-    functional.mse_loss(model(inputs), targets).backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    return norm.full_tensor(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
 def whole_state(rank, world):
@@ -182,13 +163,3 @@ def first_version_sharded_state(rank, world):
         train(model, rank)
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             return {name: value.full_tensor() for name, value in model.state_dict().items()}
-
-
-def first_version_clipped_norm(rank, world):
-    with _quietly():
-        model = _wrapped()
-        inputs, targets = samples(rank, 0)
-        functional.mse_loss(model(inputs), targets).backward()
-        norm = model.clip_grad_norm_(0.1)
-        with FullyShardedDataParallel.summon_full_params(model):
-            return norm, [parameter.clone() for parameter in model.parameters()]

@@ -21,16 +21,10 @@ def test_variants_of_training(same_over_gloo, world, name):
         "starts_from_rank_0", "buffers_follow_rank_0", "unused_parameters", "without_synchronization",
         "in_a_subgroup", "custom_hook", "hook_power_sgd",
         "joined", "joined_averaging_over_remaining_ranks", "joined_with_unused_parameters",
-        "join_throws_on_early_termination", "joined_custom_joinable", "zero_redundancy",
+        "join_throws_on_early_termination", "zero_redundancy",
     ],
 )  # fmt: skip
 def test_training(same_over_gloo, world, program):
-    same_over_gloo("programs_ddp", program, close=world > 2)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("program", ["double_precision", "post_local_sgd", "zero_redundancy_joined"])
-def test_training_with_other_parts_of_torch(same_over_gloo, world, program):
     same_over_gloo("programs_ddp", program, close=world > 2)
 
 
