@@ -44,23 +44,9 @@ class RemoteCall(ProcessBound, asyncio.Future[Any]):
     _elsewhere = "await it, and send its result instead"
 
     __slots__ = (
-        "_caller",
-        "buffers",
-        "deadline",
-        "destination",
-        "head",
-        "incoming",
-        "is_sent",
-        "limits_stream",
-        "loan",
-        "method",
-        "nbytes",
-        "number",
-        "outgoing",
-        "references",
-        "target",
-        "timeout",
-    )
+        "_caller", "buffers", "deadline", "destination", "head", "incoming", "is_sent", "limits_stream", "loan", "method",
+        "nbytes", "number", "outgoing", "references", "target", "timeout",
+    )  # fmt: skip
 
     def __init__(self, caller: Caller, number: int, target: str, method: str, timeout: float, deadline: float) -> None:
         super().__init__(loop=caller.loop)

@@ -19,7 +19,6 @@ from asyncdist.net import IncomingMessage, PeerChannel
 from asyncdist.rpc.calls import Caller, HeldAnswer
 from asyncdist.rpc.execution import Callee, CallResources, Execution
 from asyncdist.rpc.loans import Buffer, ChannelLoans
-from asyncdist.rpc.references import ReferenceTable
 from asyncdist.rpc.values import Carrier, run_aside
 from asyncdist.rpc.wire import CALL, CANCEL, CREDIT, GRANT, ITEM, LENT_BYTES, OFFER, RELEASE, RESULT, VERSION
 
@@ -35,7 +34,7 @@ _LENGTHS = {CALL: 7, RESULT: 3, ITEM: 3, LENT_BYTES: 3}
 class Conversation:
     """The calls of both directions over one channel. It is the ``context`` of the channel."""
 
-    def __init__(self, channel: PeerChannel, resources: CallResources, timeout: float) -> None:
+    def __init__(self, channel: PeerChannel, resources: CallResources) -> None:
         about = channel.peer.about
         if about["version"] != VERSION:
             raise ProtocolError(f"it makes calls of version {about['version']}, and this process of {VERSION}")
@@ -48,7 +47,7 @@ class Conversation:
             resources.value_threads,
             credits=about["credits"],
             window_nbytes=about["window"],
-            timeout=timeout,
+            timeout=resources.call_timeout,
         )
         self.callee = Callee(channel, resources, self.loans, CREDITS)
 
@@ -60,18 +59,13 @@ def conversation_of(channel: PeerChannel) -> Conversation:
 
 
 class ConversationHandler:
-    """Handles the messages of all channels of a session.
+    """Handles the messages of all channels of a session."""
 
-    Args:
-        resources: What the callers of the session share.
-        timeout: Seconds of a call without a timeout of its own.
-    """
-
-    def __init__(self, resources: CallResources, timeout: float, references: ReferenceTable) -> None:
-        self._resources, self._timeout, self._references = resources, timeout, references
+    def __init__(self, resources: CallResources) -> None:
+        self._resources, self._references = resources, resources.references
 
     def connected(self, channel: PeerChannel) -> None:
-        channel.context = Conversation(channel, self._resources, self._timeout)
+        channel.context = Conversation(channel, self._resources)
 
     def received(
         self, channel: PeerChannel, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]
@@ -126,9 +120,8 @@ class ConversationHandler:
             arriving.complete(message.head, message.buffers)
         elif arriving is not None:
             arriving.give_back()
-            arriving.unreadable(
-                f"{message.nbytes} bytes cannot be received: {message.error or type(message.error).__name__}"
-            )
+            why = message.error or type(message.error).__name__
+            arriving.unreadable(f"{message.nbytes} bytes cannot be received: {why}")
 
     def withdrawn(self, channel: PeerChannel, message: IncomingMessage) -> None:
         arriving: ValueMessage | None = message.context
@@ -164,13 +157,7 @@ class ValueMessage:
     _held: HeldAnswer
 
     def __init__(
-        self,
-        conversation: Conversation,
-        kind: int,
-        number: int,
-        *,
-        is_outside: bool = False,
-        loan: int = 0,
+        self, conversation: Conversation, kind: int, number: int, *, is_outside: bool = False, loan: int = 0
     ) -> None:
         self._conversation, self._carrier = conversation, conversation.resources.carrier
         self.kind, self.number = kind, number

@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgpack
@@ -103,23 +104,22 @@ class TensorLender(Protocol):
         """
 
 
+@dataclass(eq=False)
 class MessageLoan:
     """The tensors of one message that are lent to its receiver.
 
     Attributes:
         number: The number of the loan, unique among those of its sender over one channel.
         parts: The lent tensors.
-        nbytes: Their bytes.
         ended: Whether the tensors are read no more.
         on_end: Called once on the loop when they are read no more.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.parts: list[DevicePart] = []
-        self.held: list[tuple[DeviceLoans, DeviceLoan]] = []
-        self.ended = False
-        self.on_end: Callback | None = None
+    number: int
+    parts: list[DevicePart] = field(default_factory=list)
+    held: list[tuple[DeviceLoans, DeviceLoan]] = field(default_factory=list)
+    ended: bool = False
+    on_end: Callback | None = None
 
     @property
     def nbytes(self) -> int:
@@ -137,16 +137,14 @@ class MessageLoan:
             self.on_end()
 
 
+@dataclass(eq=False)
 class _Offer:
-    """The offer of a device, and the answer of the peer.
+    """The offer of a device, and the answer of the peer."""
 
-    Attributes:
-        loans: The loans of the device, when the peer has accepted the offer.
-    """
-
-    def __init__(self, device: torch.device, number: int) -> None:
-        self.device, self.number = device, number
-        self.loans: DeviceLoans | None = None
+    device: torch.device
+    number: int
+    loans: DeviceLoans | None = None
+    """The loans of the device, when the peer has accepted the offer."""
 
 
 class ChannelLoans:
@@ -173,25 +171,23 @@ class ChannelLoans:
 
     # -- lending: any thread ----------------------------------------------------------------------------
 
-    def lends(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor may be lent to the peer. The first tensor of a device begins the offer."""
+    def lends(self, tensor: torch.Tensor) -> DeviceLoans | None:
+        """Return what may lend a tensor to the peer, None for nothing. The first tensor of a device begins the offer."""
         if not self._channel.is_local or tensor.nbytes <= DeviceLoans.min_nbytes:
-            return False
+            return None
         offer = self._offers.get(tensor.device)
         if offer is None:
             offer = _Offer(tensor.device, next(self._numbers))
             if self._offers.setdefault(tensor.device, offer) is offer:
                 self._loop.call_soon_threadsafe(self._begin_offer, offer)
-            return False
+            return None
         loans = offer.loans
         if loans is None or tensor.nbytes <= loans.min_nbytes or loans.streams.is_capturing():
-            return False
-        return loans.can_lend(tensor)
+            return None
+        return loans if loans.can_lend(tensor) else None
 
     def part(self, tensor: torch.Tensor, *, snapshot: bool) -> DevicePart | None:
-        if not self.lends(tensor):
-            return None
-        loans = self._offers[tensor.device].loans
+        loans = self.lends(tensor)
         return None if loans is None else DevicePart.of(tensor, loans, snapshot=snapshot)
 
     # -- lending: the loop ------------------------------------------------------------------------------
@@ -415,7 +411,6 @@ class ChannelLoans:
     # -- the channel ----------------------------------------------------------------------------------------
 
     def received(self, message: Sequence[Any], buffers: Sequence[memoryview]) -> None:
-        """Handle a message about loans."""
         kind, number, *rest = message
         if kind == OFFER:
             self._lending.spawn(self._answer(number, *rest))
@@ -473,5 +468,5 @@ class AnyLender:
 
     def part(self, tensor: torch.Tensor, *, snapshot: bool) -> DevicePart | None:
         # `lends` makes an offer, so that each learns whether its peer accepts such tensors.
-        willing = [each for each in self._lenders if each.lends(tensor)]
-        return willing[0].part(tensor, snapshot=snapshot) if willing else None
+        willing = [loans for each in self._lenders if (loans := each.lends(tensor)) is not None]
+        return DevicePart.of(tensor, willing[0], snapshot=snapshot) if willing else None

@@ -27,7 +27,7 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import AsyncdistError, PeerLostError, UsageError
 from asyncdist.net import ChannelAddress, ChannelPort, PeerChannel
-from asyncdist.rpc.calls import Caller
+from asyncdist.rpc.calls import Caller, RemoteCall
 from asyncdist.rpc.errors import CalleeLostError
 from asyncdist.rpc.objects import ServedObjects
 from asyncdist.rpc.wire import GRANT, RELEASE, pack_plain
@@ -94,9 +94,7 @@ class RemoteReference(ProcessBound):
         Raises:
             CallError: See `RemoteObject`.
         """
-        caller = await self._table.caller_for(self._address, f"<{self.kind}>", method)
-        key = pack_plain(self._number) + pack_plain(0) + pack_plain(method)
-        return await caller.start(f"<{self.kind}>", key, method, args, kwargs, timeout)
+        return await (await self._start(self._number, method, args, kwargs, timeout))
 
     async def read(self, where: Any = None, *, timeout: Timeout = None) -> Any:
         """Return the object, or a part of a tensor, as it is now.
@@ -105,7 +103,7 @@ class RemoteReference(ProcessBound):
             where: The index of the part: a number, a slice, ``...``, or a tuple of these; None for all.
             timeout: Seconds.
         """
-        return await self._serve("read", [self._number, _plain_index(where)], timeout)
+        return await (await self._start(REFERENCES, "read", [self._number, _plain_index(where)], {}, timeout))
 
     async def read_into(self, tensor: torch.Tensor, where: Any = None, *, timeout: Timeout = None) -> torch.Tensor:
         """Read a tensor, or a part of it, into a tensor of the same shape and dtype, and return that.
@@ -115,7 +113,8 @@ class RemoteReference(ProcessBound):
         Raises:
             UsageError: Shape or dtype differ.
         """
-        call = await self._start("read_checked", [self._number, _plain_index(where), *_signature(tensor)], timeout)
+        args = [self._number, _plain_index(where), *_signature(tensor)]
+        call = await self._start(REFERENCES, "read_checked", args, {}, timeout)
         target = tensor.detach()
         if target.is_cpu and target.is_contiguous() and target.dtype.itemsize * target.numel():
             call.destination = target
@@ -126,14 +125,15 @@ class RemoteReference(ProcessBound):
 
     async def write(self, tensor: torch.Tensor, where: Any = None, *, timeout: Timeout = None) -> None:
         """Copy a tensor into the object, which is a tensor, or into a part of it."""
-        await self._serve("write", [self._number, _plain_index(where), tensor], timeout)
+        await (await self._start(REFERENCES, "write", [self._number, _plain_index(where), tensor], {}, timeout))
 
-    async def _serve(self, method: str, args: Sequence[Any], timeout: Timeout) -> Any:
-        return await (await self._start(method, args, timeout))
-
-    async def _start(self, method: str, args: Sequence[Any], timeout: Timeout) -> Any:
-        caller = await self._table.caller_for(self._address, f"<{self.kind}>", method)
-        return caller.start(f"<{self.kind}>", service_key(method), method, args, {}, timeout)
+    async def _start(
+        self, served: str | int, method: str, args: Sequence[Any], kwargs: dict[str, Any], timeout: Timeout
+    ) -> RemoteCall:
+        """Start a call of the object, by its number, or of the `ReferenceService` of its owner."""
+        target = f"<{self.kind}>"
+        caller = await self._table.caller_for(self._address, target, method)
+        return caller.start(target, method_key(served, 0, method), method, args, kwargs, timeout)
 
     def encode(self) -> list[Any]:
         """Return the reference as plain data."""
@@ -144,9 +144,9 @@ class RemoteReference(ProcessBound):
         return f"<remote reference to {what} at {self.owner}>"
 
 
-def service_key(method: str) -> bytes:
-    """Return a method of the `ReferenceService` of a session, as the wire has it."""
-    return pack_plain(REFERENCES) + pack_plain(0) + pack_plain(method)
+def method_key(name_or_number: str | int, index: int, method: str) -> bytes:
+    """Return an object and its method, as the wire has them."""
+    return pack_plain(name_or_number) + pack_plain(index) + pack_plain(method)
 
 
 def _signature(tensor: torch.Tensor) -> list[Any]:
@@ -289,11 +289,6 @@ class ReferenceTable:
     def address(self) -> ChannelAddress:
         assert self._port is not None
         return self._port.address
-
-    @property
-    def num_owned(self) -> int:
-        """The objects of this process to which processes hold references."""
-        return len(self._num_holders)
 
     async def caller_for(self, address: ChannelAddress, target: str, method: str) -> Caller:
         """Return the table of calls over a channel to a port. Raises CalleeLostError if it cannot be reached."""

@@ -64,7 +64,7 @@ class RpcSession(ProcessBound):
         if max_calls < 1 or threads < 1:
             raise UsageError(f"a session has at least one thread and one call, not {threads} and {max_calls}")
         self._config = Config.from_environment() if config is None else config
-        self._timeout = seconds(timeout, self._config.timeout)
+        self.call_timeout = seconds(timeout, self._config.timeout)
         self._job = job
         self._offers_attributes = references
         self._rank = Launch.from_environment().rank if rank is None else rank
@@ -93,12 +93,12 @@ class RpcSession(ProcessBound):
         async with contextlib.AsyncExitStack() as stack:
             config = self._config
             directory = self._directory = await JobDirectory.open(
-                self._job, SERVICE, config=config, timeout=self._timeout
+                self._job, SERVICE, config=config, timeout=self.call_timeout
             )
             stack.push_async_callback(directory.close)
             stack.push_async_callback(self.lending.close)
             stack.callback(self.value_threads.shutdown, wait=False, cancel_futures=True)
-            handler = ConversationHandler(self, self._timeout, self.references)
+            handler = ConversationHandler(self)
             self._port = contextvars.copy_context().run(self._open_port, handler)
             stack.push_async_callback(self._port.close, "its session has ended")
             stack.push_async_callback(self._await_returns)
@@ -180,7 +180,7 @@ class RpcSession(ProcessBound):
             StoreConnectionError: The store of the job cannot be reached any more.
         """
         self._check_open()
-        limit = seconds(timeout, self._timeout)
+        limit = seconds(timeout, self.call_timeout)
         search = _ObjectSearch(self._directory, self._port, name, rank=rank)
         try:
             async with asyncio.timeout(Deadline.after(limit).remaining_or_none()), search:
@@ -207,7 +207,7 @@ class RpcSession(ProcessBound):
             StoreConnectionError: The store of the job cannot be reached any more.
         """
         self._check_open()
-        limit = seconds(timeout, self._timeout)
+        limit = seconds(timeout, self.call_timeout)
         search = _ObjectSearch(self._directory, self._port, name, count=count)
         try:
             async with asyncio.timeout(Deadline.after(limit).remaining_or_none()), search:

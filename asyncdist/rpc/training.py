@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,24 +74,22 @@ class ServedModule:
             self.module.load_state_dict(state)
 
 
+@dataclass(eq=False)
 class ForwardGraph:
     """The graph of one forward, which waits for its backward: the inputs and outputs with gradients."""
 
-    def __init__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        self.inputs, self.outputs = inputs, outputs
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
 
 
 class ModuleUse:
-    """The work of one trainer with a `ServedModule`, and its gradients.
-
-    Args:
-        served: The module.
-    """
+    """The work of one trainer with a `ServedModule`, and its gradients. `RemoteModule` calls its methods."""
 
     def __init__(self, served: ServedModule) -> None:
         self._served = served
         self._gradients: Gradients = {}
         self._optimizer = served.optimizer
+        self.state_dict, self.load_state_dict = served.state_dict, served.load_state_dict
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool) -> list[Any]:
         """Run the module; return its output, the positions of the tensors with gradients, and a reference to the graph."""
@@ -99,9 +98,8 @@ class ModuleUse:
             output = self._served.module(*args, **kwargs)
         leaves, structure = tree.tree_flatten(output)
         positions = [place for place, leaf in enumerate(leaves) if _needs_gradient(leaf)]
-        graph = None
-        if positions:
-            graph = current_session().refer(ForwardGraph(inputs, [leaves[place] for place in positions]))
+        outputs = [leaves[place] for place in positions]
+        graph = current_session().refer(ForwardGraph(inputs, outputs)) if outputs else None
         plain = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return [tree.tree_unflatten(plain, structure), positions, graph]
 
@@ -109,7 +107,7 @@ class ModuleUse:
         """Add to the gradients of the parameters, and return those of the inputs."""
         kept: ForwardGraph = graph.local_value()
         pairs = [pair for pair in zip(kept.outputs, gradients, strict=True) if pair[1] is not None]
-        outputs, given = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        outputs, given = zip(*pairs, strict=True) if pairs else ((), ())
         named = {name: each for name, each in self._served.module.named_parameters() if each.requires_grad}
         wanted = [*kept.inputs, *named.values()]
         found = torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)
@@ -142,7 +140,6 @@ class ModuleUse:
         self._gradients = {}
 
     def zero_grad(self) -> None:
-        """Clear the gradients of this trainer."""
         self._gradients = {}
 
     def gradients(self) -> Gradients:
@@ -150,16 +147,7 @@ class ModuleUse:
         return dict(self._gradients)
 
     def train(self, mode: bool) -> None:
-        """Set the mode of the module."""
         self._served.module.train(mode)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the parameters and buffers."""
-        return self._served.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load parameters and buffers."""
-        self._served.load_state_dict(state)
 
 
 def _needs_gradient(leaf: Any) -> bool:
@@ -327,8 +315,7 @@ class _RemoteGraph:
         loop: asyncio.AbstractEventLoop,
         outputs: Sequence[torch.Tensor],
     ) -> None:
-        self._use, self._graph, self._loop = use, graph, loop
-        self.outputs = outputs
+        self._use, self._graph, self._loop, self.outputs = use, graph, loop, outputs
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run the backward at the owner, and wait for the gradients of the inputs."""
