@@ -20,7 +20,7 @@ from asyncdist.base.timers import DeadlineTimer
 from asyncdist.errors import AsyncdistError, PeerLostError, ProtocolError, UsageError
 from asyncdist.kernel import input_memory
 from asyncdist.net import IncomingMessage, OutgoingMessage, PeerChannel
-from asyncdist.rpc.errors import CalleeLostError, CallError, CallTimeoutError, OverloadedError, ResultError
+from asyncdist.rpc.errors import CalleeLostError, CallTimeoutError, OverloadedError, ResultError
 from asyncdist.rpc.failures import failure_of
 from asyncdist.rpc.loans import ChannelLoans, MessageLoan
 from asyncdist.rpc.streams import CallStream, ItemQueue
@@ -79,7 +79,6 @@ class RemoteCall(ProcessBound, asyncio.Future[Any]):
             self._caller.loop.call_soon_threadsafe(self.cancel)
 
     def expire(self) -> None:
-        """End the call, because its deadline has passed."""
         if not self.done():
             self.set_exception(CallTimeoutError(self.target, self.method, self._caller.peer, self.timeout))
             self._caller.give_up(self)
@@ -104,30 +103,20 @@ class RemoteCall(ProcessBound, asyncio.Future[Any]):
 class Caller:
     """The calls of this process over one channel.
 
+    The callee says how many calls it accepts at a time, and how many bytes of arguments in buffers; one call may have more.
+
     Args:
-        carrier: Carries the arguments and results.
-        loans: The loans over the channel.
         threads: Pack long arguments.
-        credits: The calls that the callee accepts at a time.
-        window_nbytes: The bytes of arguments in buffers that the callee accepts at a time; one call may have more.
         timeout: Seconds of a call without a timeout of its own.
     """
 
     def __init__(
-        self,
-        channel: PeerChannel,
-        carrier: Carrier,
-        loans: ChannelLoans,
-        threads: DaemonThreadPool,
-        *,
-        credits: int,
-        window_nbytes: int,
-        timeout: float,
+        self, channel: PeerChannel, carrier: Carrier, loans: ChannelLoans, threads: DaemonThreadPool, timeout: float
     ) -> None:
         self.peer, self.peer_id = channel.peer.name, channel.peer.id
         self.loop = asyncio.get_running_loop()
         self._channel, self._carrier, self.loans, self._threads = channel, carrier, loans, threads
-        self._credits, self._window = credits, window_nbytes
+        self._credits, self._window = channel.peer.about["credits"], channel.peer.about["window"]
         self._timeout = timeout
         self._number = 0
         self._open: dict[int, RemoteCall | ItemQueue] = {}
@@ -160,8 +149,6 @@ class Caller:
         Args:
             target: The object, for messages.
             key: The object and the method, as the wire has them.
-            kwargs: The keyword arguments.
-            timeout: Seconds, or a timedelta.
             packed: The arguments, if they have been packed for several calls, or are being packed.
 
         Raises:
@@ -349,7 +336,8 @@ class Caller:
             self._ended(self._open[number])
         elif kind == FAILED:
             failure, texts = answer[2:]
-            self.failed(number, failure_of(failure, texts, call.target, call.method, self.peer, call.timeout))
+            call.fail(failure_of(failure, texts, call.target, call.method, self.peer, call.timeout))
+            self._ended(call)
         else:
             raise ProtocolError(f"an answer of kind {kind!r} to call {number}")
 
@@ -371,13 +359,6 @@ class Caller:
             first()
         if answers:
             self._held[number] = answers
-
-    def failed(self, number: int, error: CallError) -> None:
-        """End a call with an error."""
-        call = self._open.get(number)
-        if call is not None:
-            call.fail(error)
-            self._ended(call)
 
     def unreadable(self, number: int, reason: str) -> None:
         """End a call whose result cannot be read."""

@@ -35,20 +35,12 @@ class Conversation:
     """The calls of both directions over one channel. It is the ``context`` of the channel."""
 
     def __init__(self, channel: PeerChannel, resources: CallResources) -> None:
-        about = channel.peer.about
-        if about["version"] != VERSION:
-            raise ProtocolError(f"it makes calls of version {about['version']}, and this process of {VERSION}")
+        version = channel.peer.about["version"]
+        if version != VERSION:
+            raise ProtocolError(f"it makes calls of version {version}, and this process of {VERSION}")
         self.channel, self.resources = channel, resources
         self.loans = ChannelLoans(channel, resources.lending)
-        self.caller = Caller(
-            channel,
-            resources.carrier,
-            self.loans,
-            resources.value_threads,
-            credits=about["credits"],
-            window_nbytes=about["window"],
-            timeout=resources.call_timeout,
-        )
+        self.caller = Caller(channel, resources.carrier, self.loans, resources.value_threads, resources.call_timeout)
         self.callee = Callee(channel, resources, self.loans, CREDITS)
 
 
@@ -144,8 +136,6 @@ class ValueMessage:
     """A call or an answer whose value arrives in buffers, or the content of a loan. It is the `Borrower` of its own loan.
 
     Args:
-        kind: CALL, RESULT, ITEM or LENT_BYTES.
-        number: The number of the call, or of the loan.
         is_outside: Whether the value is the first buffer instead of a part of the head.
         loan: The number of the loan of its tensors; 0 for none.
     """

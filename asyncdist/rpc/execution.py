@@ -96,13 +96,7 @@ class _Queue:
 
 
 class Callee:
-    """Runs the calls of one caller.
-
-    Args:
-        resources: What all callers share.
-        loans: The loans over the channel.
-        credits: The calls that the caller may have at a time.
-    """
+    """Runs the calls of one caller, at most ``credits`` at a time."""
 
     def __init__(self, channel: PeerChannel, resources: CallResources, loans: ChannelLoans, credits: int) -> None:
         self._channel, self._resources, self._loans, self._credits = channel, resources, loans, credits
@@ -117,9 +111,7 @@ class Callee:
     def called(self, envelope: Sequence[Any], *, is_ready: bool) -> Execution | None:
         """Begin a call, or queue it; return None if it is refused, in which case the caller has been told.
 
-        Args:
-            envelope: Number, object, index, method and timeout.
-            is_ready: Whether its arguments have arrived. If not, `arrived` follows.
+        ``is_ready`` says whether its arguments have arrived. If not, `arrived` follows.
         """
         number, name_or_number, index, method_name, timeout = envelope
         if number in self._calls:
@@ -170,7 +162,6 @@ class Callee:
             self._channel.withdraw(outgoing)
 
     def credit(self, number: int, count: int) -> None:
-        """Send further items of a stream."""
         execution = self._calls.get(number)
         if execution is not None:
             execution.credits += count
@@ -369,7 +360,10 @@ class Callee:
             return
         if outgoing is not None and not outgoing.done:
             self._sending[number] = outgoing
-            outgoing.on_done = lambda _: self._sending.pop(number, None)
+            outgoing.on_done = functools.partial(self._has_left, number)
+
+    def _has_left(self, number: int, _: OutgoingMessage) -> None:
+        self._sending.pop(number, None)
 
     def _send_value(
         self, kind: int, number: int, packed: PackedValue

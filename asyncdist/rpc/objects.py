@@ -27,8 +27,6 @@ class MethodKind(Enum):
 
 
 class ServedMethod(NamedTuple):
-    """A method of an object."""
-
     function: AnyFunction
     kind: MethodKind
 
@@ -38,10 +36,7 @@ class NoSuchObject(Exception):
 
 
 class ServedObjects:
-    """Objects by name and by the number of a reference.
-
-    Args:
-        objects: An object for each name; a list or tuple of several that share a name.
+    """Objects by name, of which several may share one, and by the number of a reference.
 
     Raises:
         UsageError: It is no mapping, a name is not a text, or has no object.
@@ -78,7 +73,6 @@ class ServedObjects:
         self._referenced[number] = target
 
     def remove_reference(self, number: int) -> None:
-        """Forget the object of a reference."""
         self._referenced.pop(number, None)
 
     def method(self, name_or_number: str | int, index: int, name: str) -> ServedMethod:

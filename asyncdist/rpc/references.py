@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -135,10 +135,6 @@ class RemoteReference(ProcessBound):
         caller = await self._table.caller_for(self._address, target, method)
         return caller.start(target, method_key(served, 0, method), method, args, kwargs, timeout)
 
-    def encode(self) -> list[Any]:
-        """Return the reference as plain data."""
-        return [self._address.encode(), self._number, self.kind, self._tensor]
-
     def __repr__(self) -> str:
         what = self.kind if self.shape is None else f"{self.kind} {tuple(self.shape)} {self.dtype}"
         return f"<remote reference to {what} at {self.owner}>"
@@ -180,9 +176,7 @@ def _index(plain: Any) -> Any:
 class ReferenceService:
     """The services of an owner for its holders, called like the methods of any object.
 
-    Args:
-        table: The references of the session.
-        offers_attributes: Whether callers may refer to tensors of the served objects.
+    ``offers_attributes`` says whether callers may refer to tensors of the served objects.
     """
 
     def __init__(self, table: ReferenceTable, offers_attributes: bool) -> None:
@@ -233,18 +227,8 @@ class ReferenceService:
         return value
 
 
-class ChannelContext(Protocol):
-    """The context of a channel of a session."""
-
-    caller: Caller
-
-
 class ReferenceTable:
-    """The references of one session: the objects that others hold, and those that this process holds.
-
-    Args:
-        objects: The objects of the session.
-    """
+    """The references of one session: the objects that others hold, and those that this process holds."""
 
     def __init__(self, objects: ServedObjects) -> None:
         self.objects = objects
@@ -267,7 +251,6 @@ class ReferenceTable:
         self._port: ChannelPort | None = None
 
     def open(self, port: ChannelPort) -> None:
-        """Begin to use the port of the session."""
         self._port = port
 
     async def close(self) -> None:
@@ -297,8 +280,8 @@ class ReferenceTable:
             channel = await self._port.connect(address)
         except PeerLostError as error:
             raise CalleeLostError(target, method, address.name, error.why, False) from error
-        context: ChannelContext = channel.context
-        return context.caller
+        caller: Caller = channel.context.caller
+        return caller
 
     # -- the owner's side --------------------------------------------------------------------------
 
@@ -362,7 +345,9 @@ class ReferenceTable:
 
     def encode(self, part: Any) -> Any:
         """Return a reference as plain data; None for another object."""
-        return part.encode() if isinstance(part, RemoteReference) else None
+        if not isinstance(part, RemoteReference):
+            return None
+        return [part._address.encode(), part._number, part.kind, part._tensor]
 
     def decode(self, stand_in: Any) -> RemoteReference:
         """Return a reference that has arrived, with one hold on its object."""

@@ -91,15 +91,13 @@ class RpcSession(ProcessBound):
         )
         self.objects.add_service(REFERENCES, ReferenceService(self.references, self._offers_attributes))
         async with contextlib.AsyncExitStack() as stack:
-            config = self._config
             directory = self._directory = await JobDirectory.open(
-                self._job, SERVICE, config=config, timeout=self.call_timeout
+                self._job, SERVICE, config=self._config, timeout=self.call_timeout
             )
             stack.push_async_callback(directory.close)
             stack.push_async_callback(self.lending.close)
             stack.callback(self.value_threads.shutdown, wait=False, cancel_futures=True)
-            handler = ConversationHandler(self)
-            self._port = contextvars.copy_context().run(self._open_port, handler)
+            self._port = contextvars.copy_context().run(self._open_port)
             stack.push_async_callback(self._port.close, "its session has ended")
             stack.push_async_callback(self._await_returns)
             self.references.open(self._port)
@@ -134,12 +132,12 @@ class RpcSession(ProcessBound):
         if not self._is_open:
             raise UsageError("the session for remote calls is not open: use it inside its `async with` block")
 
-    def _open_port(self, handler: ConversationHandler) -> ChannelPort:
+    def _open_port(self) -> ChannelPort:
         """Open the port, in a context of its own in which this session runs the methods."""
         _session_of_context.set(self)
         current_deadline.set(inf)
         return ChannelPort(
-            handler,
+            ConversationHandler(self),
             host=self._directory.host,
             service=SERVICE,
             job=self._directory.job,

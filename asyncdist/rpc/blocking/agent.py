@@ -61,21 +61,20 @@ class TensorPipeRpcBackendOptions:
         self.devices = list(devices)
 
 
+@dataclass
 class RpcAgent:
-    """The state of this process between `init_rpc` and `shutdown`."""
+    """The state of this process between `init_rpc` and `shutdown`. Workers are listed by rank."""
 
-    def __init__(
-        self, meeting: RendezvousSession, session: RpcSession, threads: DaemonThreadPool, timeout: float
-    ) -> None:
-        self.meeting, self.session, self.threads, self.timeout = meeting, session, threads, timeout
-        self.infos: list[WorkerInfo] = []
-        self.workers: list[RemoteObject] = []
-        self.ports: dict[str, int] = {}
-        """The rank of each worker by the id of its port."""
-        self.num_open = 0
-        """The calls and the functions of this process that have not ended."""
-        self.ending: asyncio.Future[None] | None = None
-        """The end of the agent, when it has begun."""
+    meeting: RendezvousSession
+    session: RpcSession
+    threads: DaemonThreadPool
+    timeout: float
+    infos: Sequence[WorkerInfo]
+    workers: Sequence[RemoteObject]
+    num_open: int = 0
+    """The calls and the functions of this process that have not ended."""
+    ending: asyncio.Future[None] | None = None
+    """The end of the agent, when it has begun."""
 
     @property
     def own_info(self) -> WorkerInfo:
@@ -93,7 +92,7 @@ class RpcAgent:
 
     def owner_of(self, reference: RemoteReference) -> WorkerInfo:
         """Return the worker that has the object of a reference."""
-        return self.infos[self.ports[reference.owner_id]]
+        return self.infos[[worker.owner_id for worker in self.workers].index(reference.owner_id)]
 
     def limit(self, timeout: float) -> float:
         """Return the seconds of a call with torch's value of a timeout."""

@@ -96,12 +96,10 @@ async def _open(name: str, rank: int, world_size: int | None, options: Any) -> N
         session = RpcSession({_WORKER: runner}, meeting.store, rank=meeting.rank, config=own)
         await session.__aenter__()
         try:
-            agent = RpcAgent(meeting, session, runner.threads, float(options.rpc_timeout))
-            agent.infos = [WorkerInfo(each, number) for number, each in enumerate(names)]
-            agent.workers = list(await session.find_all(_WORKER, count=meeting.world_size))
-            agent.ports = {worker.owner_id: number for number, worker in enumerate(agent.workers)}
+            infos = [WorkerInfo(each, number) for number, each in enumerate(names)]
+            workers = await session.find_all(_WORKER, count=meeting.world_size)
             # Functions that others call need the agent. Nobody calls a worker that has not found the others.
-            agents.this = agent
+            agents.this = RpcAgent(meeting, session, runner.threads, float(options.rpc_timeout), infos, workers)
             await meeting.exchange(b"")
         except BaseException:
             agents.this = None
