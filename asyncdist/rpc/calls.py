@@ -30,6 +30,9 @@ from asyncdist.rpc.wire import CANCEL, CREDIT, END, FAILED, ITEM, RESULT, pack_p
 MOST_WAITING = 1 << 16
 """The most calls of one caller that wait for one callee."""
 
+HeldAnswer = list[Callback]
+"""An answer that waits: empty until it has been read, then what handles it."""
+
 current_deadline: ContextVar[float] = ContextVar("current_deadline", default=inf)
 """In a method that a call with a deadline runs: that deadline, in the loop's time. Calls that it makes inherit it."""
 
@@ -305,7 +308,7 @@ class Caller:
             call.references = ()
             if call.incoming is not None:
                 # The memory of the caller is written no more.
-                self._channel.drop(call.incoming, GivenUp())
+                self._channel.drop(call.incoming, Unwanted())
         self._ended(call)
 
     def grant(self, number: int, count: int) -> None:
@@ -319,7 +322,7 @@ class Caller:
         """Handle an answer, whose value has been unpacked. Raises ProtocolError for one that no callee sends."""
         kind, number = answer[0], answer[1]
         if self._held and number in self._held:
-            self._held[number].append(HeldAnswer(functools.partial(self.answered, answer)))
+            self._held[number].append([functools.partial(self.answered, answer)])
             return
         call = self._open.get(number)
         # The caller has given it up.
@@ -343,20 +346,19 @@ class Caller:
 
     def hold_answer(self, number: int) -> HeldAnswer:
         """Hold an answer to a call, which is being read in a thread, and those that follow it, until `take_held`."""
-        held = HeldAnswer()
+        held: HeldAnswer = []
         self._held.setdefault(number, deque()).append(held)
         return held
 
     def take_held(self, number: int, held: HeldAnswer, handle: Callback) -> None:
         """Handle an answer that has been read, and those that have waited for it, in the order in which they arrived."""
-        held.handle = handle
+        held.append(handle)
         answers = self._held.pop(number, None)
         # The channel has ended.
         if answers is None:
             return
-        while answers and (first := answers[0].handle) is not None:
-            answers.popleft()
-            first()
+        while answers and answers[0]:
+            answers.popleft()[0]()
         if answers:
             self._held[number] = answers
 
@@ -407,14 +409,5 @@ class Caller:
         return lost
 
 
-class HeldAnswer:
-    """An answer that waits; what handles it, once it has been read."""
-
-    __slots__ = ("handle",)
-
-    def __init__(self, handle: Callback | None = None) -> None:
-        self.handle = handle
-
-
-class GivenUp(Exception):
-    """Nobody waits for a result any more."""
+class Unwanted(Exception):
+    """Nobody waits for a message any more, or its call was refused."""

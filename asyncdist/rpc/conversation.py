@@ -16,7 +16,7 @@ from asyncdist.base.callables import Callback
 from asyncdist.base.descriptors import close_all
 from asyncdist.errors import PeerLostError, ProtocolError
 from asyncdist.net import IncomingMessage, PeerChannel
-from asyncdist.rpc.calls import Caller, HeldAnswer
+from asyncdist.rpc.calls import Caller, HeldAnswer, Unwanted
 from asyncdist.rpc.execution import Callee, CallResources, Execution
 from asyncdist.rpc.loans import Buffer, ChannelLoans
 from asyncdist.rpc.values import Carrier, run_aside
@@ -101,7 +101,7 @@ class ConversationHandler:
         conversation = conversation_of(channel)
         arriving = message.context = ValueMessage.begin(conversation, message.head, is_ready=False)
         if arriving is None:
-            message.drop(CancelledMessage())
+            message.drop(Unwanted())
             _discard(self._resources.carrier, message.head, ())
         elif arriving.kind == RESULT:
             conversation.caller.receive_into(arriving.number, message)
@@ -270,10 +270,6 @@ def _discard(carrier: Carrier, head: bytes, buffers: Sequence[memoryview]) -> No
         envelope = carrier.unpack_references(head)
         if buffers and envelope[_LENGTHS[envelope[0]] - 1] is None:
             carrier.unpack_references(buffers[0])
-
-
-class CancelledMessage(Exception):
-    """Nobody wants a message any more, or its call was refused."""
 
 
 def _unread(code: int, data: bytes) -> object:

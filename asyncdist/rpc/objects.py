@@ -19,11 +19,11 @@ CALL_METHOD = "__call__"
 
 
 class MethodKind(Enum):
-    """How a method runs."""
+    """How a method runs: on the loop, there as an async generator, or in a thread. The values are flags of its code."""
 
-    COROUTINE = "on the loop"
-    STREAM = "on the loop, as an async generator"
-    PLAIN = "in a thread"
+    COROUTINE = inspect.CO_COROUTINE
+    STREAM = inspect.CO_ASYNC_GENERATOR
+    PLAIN = 0
 
 
 class ServedMethod(NamedTuple):
@@ -123,11 +123,7 @@ def _why_not_callable(served: Any, name: str) -> str:
     return f"an object of type {kind} has no method {name!r}{hint}"
 
 
-_KINDS = {
-    0: MethodKind.PLAIN,
-    inspect.CO_COROUTINE: MethodKind.COROUTINE,
-    inspect.CO_ASYNC_GENERATOR: MethodKind.STREAM,
-}
+_KINDS = {kind.value: kind for kind in MethodKind}
 _FLAGS = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 

@@ -92,6 +92,10 @@ def tasks_of(lending):
     return lending._tasks
 
 
+async def hear(process, expected):
+    assert await asyncio.to_thread(process.hear) == expected
+
+
 async def read_into(found, stream):
     async for item in stream:
         found.append(item)

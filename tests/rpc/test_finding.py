@@ -152,22 +152,16 @@ async def test_cancelled_call_to_all_cancels_all(job):
             await each.cancelled.wait()
 
 
-async def test_watch_tells_who_comes_and_goes(job):
-    async with connect(job) as session, session.watch("it") as changes:
-        async with serve({"it": Member(0)}, job, rank=5):
-            come = await anext(changes)
-            assert come.record.about["rank"] == 5
-        gone = await anext(changes)
-        assert (gone.id, gone.record) == (come.id, None)
-
-
-async def test_limit_that_passes_before_a_change_does_not_end_a_watch(job):
+async def test_watch_tells_who_comes_and_goes_also_after_a_limit_that_passed(job):
     async with connect(job) as session, session.watch("it") as changes:
         for _ in range(2):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(anext(changes), 0.01)
         async with serve({"it": Member(0)}, job, rank=5):
-            assert (await anext(changes)).record.about["rank"] == 5
+            come = await anext(changes)
+            assert come.record.about["rank"] == 5
+        gone = await anext(changes)
+        assert (gone.id, gone.record) == (come.id, None)
 
 
 @contextlib.asynccontextmanager
@@ -304,15 +298,6 @@ async def test_call_of_a_plain_method_that_arrives_while_the_session_ends_is_los
         with pytest.raises(rpc.CalleeLostError, match="its session has ended"):
             await late
     assert failures == []
-
-
-async def test_object_calls_its_caller_back(job):
-    class Server:
-        async def ask(self, name):
-            return await (await rpc.find(name)).who()
-
-    async with serve({"server": Server()}, job), serve({"client": Member(9)}, job):
-        assert await (await rpc.find("server")).ask("client") == 9
 
 
 async def test_session_that_is_not_open_says_so(job):

@@ -8,8 +8,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
-from toys import Tower, network, state, train
+from toys import Tower, state, train
 
 
 class Application(Stateful):
@@ -81,16 +80,3 @@ def save_and_load_tensors(rank, world, folder):
     }
     checkpoint.load(loaded, checkpoint_id=folder)
     return [loaded["rows"].full_tensor(), loaded["rows"].to_local(), loaded["whole"], loaded["step"], loaded["nested"]]
-
-
-def save_and_load_replicas(rank, world, folder):
-    """All ranks save a DDP model together, and every rank loads it."""
-    model = DistributedDataParallel(network())
-    train(model, rank)
-    saved = state(model)
-    checkpoint.save(model.state_dict(), checkpoint_id=folder)
-    other = DistributedDataParallel(network(seed=1))
-    loaded = other.state_dict()
-    checkpoint.load(loaded, checkpoint_id=folder, process_group=dist.group.WORLD)
-    other.load_state_dict(loaded)
-    return [all(torch.equal(saved[name], value) for name, value in state(other).items()), saved]

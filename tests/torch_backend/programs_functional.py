@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functions
 import torch.distributed.nn.functional as differentiable
-from torch.distributed.device_mesh import init_device_mesh
 from toys import numbers, operators
 
 
@@ -40,27 +39,6 @@ def functional_exchanges(rank, world):
         *functions.all_gather_into_tensor_coalesced([numbers(rank), numbers(rank, 3)], group),
     ]
     return [each * 1 for each in results]
-
-
-def functional_groups(rank, world):
-    """A group is given as a group, a list of ranks, a mesh, or a mesh and a dimension."""
-    mesh = init_device_mesh("cpu", (2, world // 2))
-    given = [dist.group.WORLD, list(range(world)), init_device_mesh("cpu", (world,)), (mesh, 0), (mesh, 1)]
-    return [functions.all_reduce(numbers(rank), "sum", group) * 1 for group in given]
-
-
-def functional_autograd(rank, world):
-    group, results = dist.group.WORLD, []
-    for call in (
-        lambda tensor: functions.all_gather_tensor_autograd(tensor, 0, group),
-        lambda tensor: functions.reduce_scatter_tensor_autograd(tensor, "sum", 0, group),
-        lambda tensor: functions.all_to_all_single_autograd(tensor, None, None, group),
-    ):
-        tensor = numbers(rank, world * 2).requires_grad_()
-        output = call(tensor)
-        (output * numbers(3 * rank, output.numel())).sum().backward()
-        results += [output.detach() * 1, tensor.grad]
-    return results
 
 
 def operators_with_outputs(rank, world):
@@ -135,21 +113,6 @@ def compiled_ahead_of_time(rank, world):
 
 def compiled_by_inductor(rank, world):
     return _compiled(_all_functions, rank, world, "inductor")
-
-
-def _traced_dist(tensor, world):
-    """Call functions of torch.distributed that the compiler rewrites."""
-    total = tensor.clone()
-    dist.all_reduce(total)
-    gathered = tensor.new_empty(world * 4)
-    dist.all_gather_into_tensor(gathered, total)
-    share = tensor.new_empty(4)
-    dist.reduce_scatter_tensor(share, gathered)
-    return total, gathered, share + 1
-
-
-def compiled_plain_names(rank, world):
-    return [_compiled(_traced_dist, rank, world, backend) for backend in ("aot_eager", "inductor")]
 
 
 def compiled_around_calls(rank, world):

@@ -2,19 +2,13 @@
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
-    ScheduleGPipe,
     ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
-    SplitPoint,
-    pipeline,
 )
 from torch.nn import functional
 from toys import Block
@@ -51,48 +45,22 @@ def _run(schedule, modules, indices, count):
     return results
 
 
-SINGLE = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
-"""Schedules with one stage per rank."""
-MULTI = {
-    "interleaved 1F1B": ScheduleInterleaved1F1B,
-    "looped BFS": ScheduleLoopedBFS,
-    "interleaved zero bubble": ScheduleInterleavedZeroBubble,
-    "ZBV zero bubble": ScheduleZBVZeroBubble,
-}
+MULTI = {"interleaved 1F1B": ScheduleInterleaved1F1B, "ZBV zero bubble": ScheduleZBVZeroBubble}
 """Schedules with two stages per rank. In ZBV rank 0 holds the first and the last stage."""
 
 
 def trained(rank, world, name):
-    per_rank = 1 if name in SINGLE else 2
+    per_rank = 2 if name in MULTI else 1
     blocks = _blocks(per_rank * world)
     last = 2 * world - 1 - rank if name.startswith("ZBV") else rank + world
     indices = [rank, last][:per_rank]
     mine = [blocks[index] for index in indices]
     stages = [PipelineStage(blocks[index], index, len(blocks), DEVICE) for index in indices]
-    if name in SINGLE:
-        schedule = SINGLE[name](stages[0], n_microbatches=4, loss_fn=functional.mse_loss)
-    else:
+    if name in MULTI:
         schedule = MULTI[name](stages, n_microbatches=2 * world, loss_fn=functional.mse_loss)
+    else:
+        schedule = Schedule1F1B(stages[0], n_microbatches=4, loss_fn=functional.mse_loss)
     return _run(schedule, mine, indices, len(blocks))
-
-
-def traced(rank, world):
-    """torch divides the model into stages."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*_blocks(world))
-    cuts = {str(index): SplitPoint.BEGINNING for index in range(1, world)}
-    parts = pipeline(model, mb_args=(torch.zeros(BATCH // 4, 8),), split_spec=cuts)
-    stage = parts.build_stage(rank, DEVICE)
-    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=functional.mse_loss)
-    return _run(schedule, [stage.submod], [rank], world)
-
-
-def evaluated(rank, world):
-    block = _blocks(world)[rank]
-    schedule = ScheduleGPipe(PipelineStage(block, rank, world, DEVICE), n_microbatches=2)
-    with torch.no_grad():
-        output = schedule.eval(*([_data(0)[0]] if rank == 0 else []))
-    return [output]
 
 
 def sharded_stages(rank, world):

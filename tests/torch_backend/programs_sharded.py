@@ -150,16 +150,3 @@ FIRST_VERSIONS = {
 
 def first_version(rank, world, name):
     return _trained_first_version(rank, **FIRST_VERSIONS[name])
-
-
-def first_version_hybrid(rank, world):
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    return _trained_first_version(rank, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-
-
-def first_version_sharded_state(rank, world):
-    with _quietly():
-        model = _wrapped(device_mesh=init_device_mesh("cpu", (world,)))
-        train(model, rank)
-        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-            return {name: value.full_tensor() for name, value in model.state_dict().items()}

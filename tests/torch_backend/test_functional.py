@@ -13,8 +13,8 @@ NEEDS_COMPILER = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    "program", ["functional_reductions", "functional_exchanges", "functional_groups", "functional_autograd",
-                "differentiable_collectives", "operators_with_outputs", "batches_of_operators"],
+    "program", ["functional_reductions", "functional_exchanges", "differentiable_collectives",
+                "operators_with_outputs", "batches_of_operators"],
 )  # fmt: skip
 def test_eager(same_over_gloo, program):
     same_over_gloo("programs_functional", program)
@@ -28,6 +28,6 @@ def test_compiled_ahead_of_time(same_over_gloo, program):
 
 @pytest.mark.exhaustive
 @NEEDS_COMPILER
-@pytest.mark.parametrize("program", ["compiled_by_inductor", "compiled_plain_names", "compiled_training"])
+@pytest.mark.parametrize("program", ["compiled_by_inductor", "compiled_training"])
 def test_compiled_by_inductor(same_over_gloo, world, program):
     same_over_gloo("programs_functional", program, close=world > 2, patience=90.0)

@@ -103,14 +103,6 @@ def test_workers_restarted_by_torchrun_find_an_empty_store(daemon, backend):
 
 
 @pytest.mark.exhaustive
-def test_job_runs_again_under_the_same_name(daemon, nothing_is_kept):
-    for _ in range(2):
-        with job(daemon, "asyncdist", "well", "--nproc-per-node=1", "--rdzv-id=job") as agent:
-            assert agent.output_of_workers() == ["asyncdist: rank 0 of 1, attempt 0, sum 1"]
-        nothing_is_kept()
-
-
-@pytest.mark.exhaustive
 def test_late_node_joins_an_elastic_job(daemon, nothing_is_kept):
     elastic = [*ELASTIC, "--rdzv-conf=last_call_timeout=1"]
     with job(daemon, "asyncdist", "needs two", *elastic) as first:

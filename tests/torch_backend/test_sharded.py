@@ -53,12 +53,6 @@ def test_variants_of_fsdp1(same_over_gloo, world, name):
     same_over_gloo("programs_sharded", "first_version", name, close=world > 2)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("program", ["first_version_hybrid", "first_version_sharded_state"])
-def test_fsdp1(same_over_gloo, world, program):
-    same_over_gloo("programs_sharded", program, close=world > 2)
-
-
 def test_fsdp2_half_precision_sums(same_over_gloo):
     """gloo rounds narrow floats after every addition; asyncdist rounds them once."""
     same_over_gloo("programs_sharded", "variant", "bfloat16 sums", close=NARROW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Mapping
@@ -86,28 +87,24 @@ def _check_device_maps(device_maps: Mapping[str, Mapping[Any, Any]]) -> None:
 
 async def _open(name: str, rank: int, world_size: int | None, options: Any) -> None:
     config = Config.from_environment()
-    meeting = await meet(options.init_method, rank=rank, world_size=world_size, name="rpc", config=config)
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        meeting = await meet(options.init_method, rank=rank, world_size=world_size, name="rpc", config=config)
+        stack.push_async_callback(meeting.close)
         names = [json.loads(each) for each in await meeting.exchange(json.dumps(name).encode())]
         if len(set(names)) < len(names):
             raise UsageError(f"the workers need different names, and have {', '.join(names)}")
         runner = FunctionRunner(int(options.num_worker_threads))
         own = config.with_(token=meeting.token or config.token, allow_pickle=True)
-        session = RpcSession({_WORKER: runner}, meeting.store, rank=meeting.rank, config=own)
-        await session.__aenter__()
-        try:
-            infos = [WorkerInfo(each, number) for number, each in enumerate(names)]
-            workers = await session.find_all(_WORKER, count=meeting.world_size)
-            # Functions that others call need the agent. Nobody calls a worker that has not found the others.
-            agents.this = RpcAgent(meeting, session, runner.threads, float(options.rpc_timeout), infos, workers)
-            await meeting.exchange(b"")
-        except BaseException:
-            agents.this = None
-            await session.__aexit__()
-            raise
-    except BaseException:
-        await meeting.close()
-        raise
+        session = await stack.enter_async_context(
+            RpcSession({_WORKER: runner}, meeting.store, rank=meeting.rank, config=own)
+        )
+        infos = [WorkerInfo(each, number) for number, each in enumerate(names)]
+        workers = await session.find_all(_WORKER, count=meeting.world_size)
+        # Functions that others call need the agent. Nobody calls a worker that has not found the others.
+        stack.callback(setattr, agents, "this", None)
+        agents.this = RpcAgent(meeting, session, runner.threads, float(options.rpc_timeout), infos, workers)
+        await meeting.exchange(b"")
+        stack.pop_all()
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
