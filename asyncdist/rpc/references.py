@@ -18,11 +18,12 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import AsyncdistError, PeerLostError, UsageError
@@ -418,9 +419,7 @@ class ReferenceTable:
             channel.send(pack_plain(message))
 
 
-def _drop_soon(
-    loop: asyncio.AbstractEventLoop, dropped: Callable[[], Callable[..., None] | None], key: tuple[str, int]
-) -> None:
+def _drop_soon(loop: asyncio.AbstractEventLoop, dropped: weakref.WeakMethod[AnyFunction], key: tuple[str, int]) -> None:
     """Return the holds of a reference on the loop. Any thread may collect the reference."""
     method = dropped()
     if method is not None and not loop.is_closed():

@@ -152,7 +152,7 @@ def single(items: Sequence[T]) -> T:
     return items[0] if len(items) == 1 else cast(T, items)
 
 
-def method_of(group: Group, method: Callable[..., T]) -> Callable[..., T]:
+def method_of(group: Group, method: Start) -> Start:
     """Return another group's method for a method of a group; for another function the function itself."""
     return getattr(group, method.__name__) if isinstance(getattr(method, "__self__", None), Group) else method
 

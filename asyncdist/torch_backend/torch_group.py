@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -87,7 +87,7 @@ class TorchGroup(ProcessBound):
         self._pool = MemoryPool()
         self._reconfiguration: Reconfiguration | None = None
         self._is_revocable = isinstance(group, NoGroupYet)
-        self._whole_of: Callable[[], TorchGroup | None] = weakref.ref(self)
+        self._whole_of: weakref.ref[TorchGroup] = weakref.ref(self)
         self._take(group)
 
     @property
@@ -279,7 +279,7 @@ class TorchGroup(ProcessBound):
 
     def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> Work:
         start = self.group.recv
-        return self._background(start, tensors, None, single(tensors), src, tag, source=self.group.group_rank)
+        return self._background(start, tensors, None, single(tensors), src, tag, source=self.group)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         return self.recv(tensors, None, tag)

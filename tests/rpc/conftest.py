@@ -1,5 +1,6 @@
 """Jobs at a store server, and sessions of this process."""
 
+import asyncio
 import contextlib
 
 import pytest
