@@ -14,7 +14,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from asyncdist.rpc.references import RemoteReference
 from asyncdist.rpc.remote import RemoteObject
 from asyncdist.rpc.session import current_session
 
-Gradients = dict[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 
 
 # -- at the owner -----------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ class ServedModule:
         """Return a reference to a `ModuleUse` for the caller."""
         return current_session().refer(ModuleUse(self))
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> Tensors:
         """Return a copy of the parameters and buffers."""
         with self.lock:
             return {name: value.detach().clone() for name, value in self.module.state_dict().items()}
@@ -87,7 +87,7 @@ class ModuleUse:
 
     def __init__(self, served: ServedModule) -> None:
         self._served = served
-        self._gradients: Gradients = {}
+        self._gradients: Tensors = {}
         self._optimizer = served.optimizer
         self.state_dict, self.load_state_dict = served.state_dict, served.load_state_dict
 
@@ -142,7 +142,7 @@ class ModuleUse:
     def zero_grad(self) -> None:
         self._gradients = {}
 
-    def gradients(self) -> Gradients:
+    def gradients(self) -> Tensors:
         """Return the gradients of this trainer by the names of the parameters."""
         return dict(self._gradients)
 
@@ -235,15 +235,13 @@ class RemoteModule(ProcessBound):
         """Clear the gradients of this process at the owner."""
         await self._use.call("zero_grad", timeout=timeout)
 
-    async def gradients(self, *, timeout: Timeout = None) -> Gradients:
+    async def gradients(self, *, timeout: Timeout = None) -> Tensors:
         """Return the gradients of this process, by the names of the parameters."""
-        found: Gradients = await self._use.call("gradients", timeout=timeout)
-        return found
+        return cast(Tensors, await self._use.call("gradients", timeout=timeout))
 
-    async def state_dict(self, *, timeout: Timeout = None) -> dict[str, torch.Tensor]:
+    async def state_dict(self, *, timeout: Timeout = None) -> Tensors:
         """Return a copy of the parameters and buffers."""
-        state: dict[str, torch.Tensor] = await self._use.call("state_dict", timeout=timeout)
-        return state
+        return cast(Tensors, await self._use.call("state_dict", timeout=timeout))
 
     async def load_state_dict(self, state: Mapping[str, torch.Tensor], *, timeout: Timeout = None) -> None:
         """Load parameters and buffers into the module, for all trainers."""
@@ -305,24 +303,21 @@ async def backward(loss: torch.Tensor, gradient: torch.Tensor | None = None) -> 
     await asyncio.wrap_future(future)
 
 
+@dataclass(eq=False)
 class _RemoteGraph:
     """The graph of one forward at the owner, from the trainer's side."""
 
-    def __init__(
-        self,
-        use: RemoteReference,
-        graph: RemoteReference,
-        loop: asyncio.AbstractEventLoop,
-        outputs: Sequence[torch.Tensor],
-    ) -> None:
-        self._use, self._graph, self._loop, self.outputs = use, graph, loop, outputs
+    use: RemoteReference
+    graph: RemoteReference
+    loop: asyncio.AbstractEventLoop
+    outputs: Sequence[torch.Tensor]
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run the backward at the owner, and wait for the gradients of the inputs."""
-        if asyncio._get_running_loop() is self._loop:
+        if asyncio._get_running_loop() is self.loop:
             raise LoopThreadError("backward through a remote module (await rpc.backward(loss) instead)")
-        calling = self._use.call("backward", self._graph, list(gradients))
-        found: list[torch.Tensor | None] = result_on(self._loop, calling)
+        calling = self.use.call("backward", self.graph, list(gradients))
+        found: list[torch.Tensor | None] = result_on(self.loop, calling)
         return found
 
 

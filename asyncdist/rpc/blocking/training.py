@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from asyncdist.base.background_loop import background_loop
 from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.rpc.blocking.agent import UNSET_TIMEOUT, WorkerInfo, current_agent
 from asyncdist.rpc.blocking.calls import Referred, Referring, RRef, call, counted, started
-from asyncdist.rpc.training import RemoteModule, RemoteOptimizer, ServedModule
+from asyncdist.rpc.training import RemoteModule, RemoteOptimizer, ServedModule, Tensors
 
 
 class BlockingRemoteModule(Referring, nn.Module, kind=ServedModule.__qualname__):
@@ -92,15 +92,13 @@ class BlockingRemoteModule(Referring, nn.Module, kind=ServedModule.__qualname__)
         self.training = mode
         return self
 
-    def gradients(self) -> dict[str, torch.Tensor]:
+    def gradients(self) -> Tensors:
         """Return the gradients of this process, by the names of the parameters; `DistributedOptimizer.step` clears them."""
-        found: dict[str, torch.Tensor] = self._call("gradients")
-        return found
+        return cast(Tensors, self._call("gradients"))
 
-    def remote_state_dict(self) -> dict[str, torch.Tensor]:
+    def remote_state_dict(self) -> Tensors:
         """Return a copy of the parameters and buffers."""
-        state: dict[str, torch.Tensor] = self._call("state_dict")
-        return state
+        return cast(Tensors, self._call("state_dict"))
 
     def load_remote_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load parameters and buffers into the module, for all trainers."""
