@@ -201,11 +201,7 @@ class RemoteModule(ProcessBound):
     ) -> Any:
         """Run the module on its owner.
 
-        Args:
-            args: The arguments of the module.
-            kwargs: Its keyword arguments.
-            is_training: Whether the output has gradients; None if the calling thread computes any.
-            timeout: Seconds.
+        ``is_training`` says whether the output has gradients; None if the calling thread computes any.
         """
         is_training = torch.is_grad_enabled() if is_training is None else is_training
         output, positions, graph = await self._use.call(

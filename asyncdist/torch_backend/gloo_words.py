@@ -18,12 +18,10 @@ def add_timeout(error: OperationTimeoutError) -> None:
 
 
 def add_monitored_barrier(error: GroupError, ranks: Sequence[int], rank: int, wait_all_ranks: bool) -> None:
-    """Add the words of a monitored barrier that failed on this rank.
+    """Add the words of a monitored barrier that failed on this rank; a MismatchError stays as it is.
 
     Args:
-        error: The error; a MismatchError stays as it is.
-        ranks: Global ranks of the group.
-        rank: This process's rank in the group.
+        ranks: Global ranks of the group, of which ``rank`` is the place of this process.
         wait_all_ranks: Name every missing rank, instead of the first one in the order of ranks.
     """
     if isinstance(error, MismatchError):

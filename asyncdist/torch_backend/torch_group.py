@@ -313,7 +313,6 @@ class TorchGroup(ProcessBound):
         return torch.empty(size, dtype=dtype, device=device)
 
     def new_window(self, tensor: torch.Tensor | None = None) -> object:
-        """Raise UnsupportedError."""
         raise UnsupportedError(
             "the back end asyncdist has no windows for one-sided access: use send and recv, or collectives"
         )
@@ -360,9 +359,6 @@ class TorchGroup(ProcessBound):
         Args:
             opts: torch's ``ReconfigureOptions``: ``uuid``, a number that each process uses once; ``handles``, a list in
                 order of rank, or a set; ``timeout``, None for that of the group; ``hints``, ignored.
-
-        Returns:
-            The handle of the call: wait for it, or await it.
 
         Raises:
             UnsupportedError: The process group has several back ends.
