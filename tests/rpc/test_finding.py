@@ -274,11 +274,6 @@ async def test_call_on_another_loop_is_refused(job):
     assert repr(session).endswith("not open>")
 
 
-def test_objects_without_names_are_refused():
-    with pytest.raises(UsageError, match="served under names, and Member is not a dict of objects"):
-        rpc.serve(Member(0), "asyncdist://127.0.0.1:1/test")
-
-
 async def test_call_of_a_plain_method_that_arrives_while_the_session_ends_is_lost_quietly(job):
     class Plain:
         def run(self):
@@ -321,6 +316,8 @@ async def test_session_that_is_not_open_says_so(job):
 async def test_without_a_session_or_with_wrong_arguments_nothing_is_done(job):
     with pytest.raises(UsageError, match="no session for remote calls is open on this loop"):
         await rpc.find("it")
+    with pytest.raises(UsageError, match="served under names, and Member is not a dict of objects"):
+        serve(Member(0), job)
     with pytest.raises(UsageError, match="names that are texts"):
         serve({3: Member(0)}, job)
     with pytest.raises(UsageError, match="no object is served under the name 'it'"):
@@ -331,9 +328,6 @@ async def test_without_a_session_or_with_wrong_arguments_nothing_is_done(job):
     async with session:
         with pytest.raises(UsageError, match="entered once"):
             await session.__aenter__()
-
-
-async def test_process_with_another_token_is_refused(job):
     with pytest.raises(AuthenticationError, match="the store refused the token"):
         async with rpc.connect(job, config=Config(token="another")):
             raise AssertionError

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functions
 from torch import nn
-from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -89,53 +88,10 @@ def dies(test, rank, world, meeting):
     dist.destroy_process_group()
 
 
-def leaves(test, rank, world, meeting):
-    """The last rank destroys its group while the others still use it."""
-    start(rank, world, meeting)
-    dist.barrier()
-    if rank == world - 1:
-        dist.destroy_process_group()
-        return
-    test.send(failure_of(lambda: CALLS["all_reduce"](None)))
-    dist.destroy_process_group()
-
-
 def never_complete(test, rank, world, meeting):
     """One rank of three never starts."""
     test.send(failure_of(lambda: start(rank, world, meeting, timeout=1.0)))
     test.send(dist.is_initialized())
-
-
-def _timed(options):
-    options.timeout = timedelta(seconds=0.5)
-    return options
-
-
-TIMED = {
-    "all_reduce": lambda group: group.allreduce([torch.ones(10)], _timed(dist.AllreduceOptions())),
-    "all_gather": lambda group: group.allgather(
-        [[torch.ones(10) for _ in range(3)]], [torch.ones(10)], _timed(AllgatherOptions())
-    ),
-    "barrier": lambda group: group.barrier(_timed(dist.BarrierOptions())),
-}
-
-
-def late(test, rank, world, meeting):
-    """Rank 1 does not call what the others call; the timeouts of the group or of the call end these calls."""
-    start(rank, world, meeting)
-    timed = {name: dist.new_group() for name in TIMED}
-    brief = dist.new_group(timeout=timedelta(seconds=1))
-    again = dist.new_group()
-    if rank == 1:
-        test.recv()
-    else:
-        test.send(failure_of(lambda: dist.monitored_barrier(again, timedelta(seconds=1))))
-        test.send(failure_of(lambda: dist.all_reduce(torch.ones(10), group=brief)))
-    if rank == 0:
-        for name, call in TIMED.items():
-            test.send((name, failure_of(lambda call=call, name=name: call(timed[name]).wait())))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def waits_briefly(test, rank, world, meeting):
@@ -150,14 +106,6 @@ def waits_briefly(test, rank, world, meeting):
         test.recv()
     work.wait()
     test.send(tensor[0].item())
-    dist.destroy_process_group()
-
-
-def mismatched(test, rank, world, meeting):
-    """The ranks pass different sizes."""
-    start(rank, world, meeting)
-    tensor = torch.ones(10 + rank)
-    test.send(failure_of(lambda: dist.all_reduce(tensor)))
     dist.destroy_process_group()
 
 

@@ -5,16 +5,11 @@ with the status of a program that did not crash.
 """
 
 import itertools
-import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.processes
-HERE = Path(__file__).parent
 
 
 @pytest.fixture
@@ -77,15 +72,6 @@ def test_peer_death_fails_every_waiting_call(start, ended):
     ended(*survivors)
 
 
-@mostly("tcp")
-def test_peer_that_destroys_its_group_is_lost_to_the_others(start, ended):
-    *stayed, left = start(3, "leaves")
-    ended(left)
-    for rank in stayed:
-        check_failed(rank, "PeerLostError", "rank 2 was lost")
-    ended(*stayed)
-
-
 @mostly("shm")
 def test_rendezvous_timeout_names_the_missing_rank(start, ended):
     ranks = start(3, "never_complete", ranks=2)
@@ -93,26 +79,6 @@ def test_rendezvous_timeout_names_the_missing_rank(start, ended):
         check_failed(rank, "RendezvousTimeoutError", "missing 2")
         assert rank.hear() is False
     ended(*ranks)
-
-
-@pytest.mark.exhaustive
-def test_late_peer_fails_operations_with_a_timeout(start, ended):
-    punctual, late, third = start(3, "late")
-    kinds, text = punctual.hear()
-    assert "OperationTimeoutError" in kinds, text
-    assert "monitored_barrier" in text, text
-    # On a machine with few processors rank 2 may be late, too.
-    assert re.search(r"ranks? .*\b1\b", text), text
-    check_failed(third, "GroupError")
-    for rank in (punctual, third):
-        check_failed(rank, "GroupError", "all_reduce")
-    # These calls have timeouts of their own; the group's timeout is a minute.
-    for _ in range(3):
-        call, (kinds, text) = punctual.hear()
-        assert "OperationTimeoutError" in kinds, text
-        assert re.match(rf"{call} #1 on group .*: timed out after 0\.5 s", text), text
-    late.say("come")
-    ended(punctual, late, third)
 
 
 @mostly("tcp")
@@ -123,14 +89,6 @@ def test_wait_timeout_leaves_the_operation_running(start, ended):
     waiting.say("wait again")
     assert [rank.hear() for rank in (waiting, late)] == [3.0, 3.0]
     ended(waiting, late)
-
-
-@mostly("shm")
-def test_mismatched_calls_raise_on_every_rank(start, ended):
-    ranks = start(2, "mismatched")
-    for rank in ranks:
-        check_failed(rank, "MismatchError", "10", "11")
-    ended(*ranks)
 
 
 @pytest.mark.parametrize("program", ["devices", "counts", "by_cpp", "features_of_later_releases"])
@@ -174,32 +132,6 @@ def test_process_group_is_initialized_again_after_destroy(start, ended):
     ranks = start(2, "ends", "again")
     assert [[rank.hear() for _ in range(3)] for rank in ranks] == [[[2.0] * 10] * 3] * 2
     ended(*ranks)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("busy", ["waits", "works"])
-def test_interrupt_of_torchrun_ends_agent_and_ranks(transport, busy, monkeypatch):
-    """The agent forwards SIGINT to ranks that are blocked in a collective or run many of them.
-
-    A rank that did not end by itself would be killed by torchrun after thirty seconds, and could not print.
-    """
-    monkeypatch.setenv("ASYNCDIST_TRANSPORT", transport)
-    # Without the variable torchrun prints a warning into the output.
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    program = str(HERE / "program_interrupted.py")
-    job = subprocess.Popen([*command, program, busy], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        said = [job.stdout.readline().strip() for _ in range(2)]
-        assert sorted(said) == ["rank 0 is busy", "rank 1 is busy"], said
-        job.send_signal(signal.SIGINT)
-        rest, _ = job.communicate(timeout=120)
-        assert rest.splitlines().count("ended") == 2, rest
-        assert job.returncode != 0
-        assert "Aborted" not in rest
-    finally:
-        job.kill()
-        job.communicate()
 
 
 @mostly("tcp")

@@ -15,7 +15,6 @@ from asyncdist.rpc.references import RemoteReference
 from asyncdist.rpc.remote import RemoteObject
 from asyncdist.rpc.session import RpcSession
 
-DEFAULT_TIMEOUT = 60.0
 UNSET_TIMEOUT = -1.0
 """torch's value of a timeout for "the default"."""
 
@@ -28,6 +27,7 @@ class WorkerInfo:
     id: int
 
 
+@dataclass(kw_only=True)
 class TensorPipeRpcBackendOptions:
     """Options of `init_rpc` with torch's names.
 
@@ -40,21 +40,16 @@ class TensorPipeRpcBackendOptions:
         devices: Accepted and not needed.
     """
 
-    def __init__(
-        self,
-        *,
-        num_worker_threads: int = 16,
-        rpc_timeout: float = DEFAULT_TIMEOUT,
-        init_method: str = "env://",
-        device_maps: Mapping[str, Any] | None = None,
-        devices: Sequence[Any] | None = None,
-    ) -> None:
-        self.num_worker_threads, self.rpc_timeout, self.init_method = num_worker_threads, rpc_timeout, init_method
-        self.device_maps, self.devices = dict(device_maps or {}), list(devices or ())
+    num_worker_threads: int = 16
+    rpc_timeout: float = 60.0
+    init_method: str = "env://"
+    device_maps: Mapping[str, Any] | None = None
+    devices: Sequence[Any] | None = None
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Add to the map of the devices of a worker."""
-        self.device_maps[to] = {**self.device_maps.get(to, {}), **device_map}
+        maps = self.device_maps or {}
+        self.device_maps = {**maps, to: {**maps.get(to, {}), **device_map}}
 
     def set_devices(self, devices: Sequence[Any]) -> None:
         """Accept torch's list of devices, which is not needed."""
