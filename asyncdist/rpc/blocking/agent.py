@@ -27,7 +27,6 @@ class WorkerInfo:
     id: int
 
 
-@dataclass(kw_only=True)
 class TensorPipeRpcBackendOptions:
     """Options of `init_rpc` with torch's names.
 
@@ -40,16 +39,21 @@ class TensorPipeRpcBackendOptions:
         devices: Accepted and not needed.
     """
 
-    num_worker_threads: int = 16
-    rpc_timeout: float = 60.0
-    init_method: str = "env://"
-    device_maps: Mapping[str, Any] | None = None
-    devices: Sequence[Any] | None = None
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = 16,
+        rpc_timeout: float = 60.0,
+        init_method: str = "env://",
+        device_maps: Mapping[str, Any] | None = None,
+        devices: Sequence[Any] | None = None,
+    ) -> None:
+        self.num_worker_threads, self.rpc_timeout, self.init_method = num_worker_threads, rpc_timeout, init_method
+        self.device_maps, self.devices = dict(device_maps or {}), list(devices or ())
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Add to the map of the devices of a worker."""
-        maps = self.device_maps or {}
-        self.device_maps = {**maps, to: {**maps.get(to, {}), **device_map}}
+        self.device_maps[to] = {**self.device_maps.get(to, {}), **device_map}
 
     def set_devices(self, devices: Sequence[Any]) -> None:
         """Accept torch's list of devices, which is not needed."""

@@ -61,7 +61,7 @@ def init_rpc(
         RendezvousTimeoutError: Not every worker came in time.
     """
     options = rpc_backend_options or TensorPipeRpcBackendOptions()
-    _check_device_maps(options.device_maps or {})
+    _check_device_maps(options.device_maps)
     if not _lock.acquire(blocking=False):
         raise AlreadyInitializedError("another call of init_rpc() in this process waits for the other workers")
     try:
