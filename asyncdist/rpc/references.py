@@ -245,10 +245,8 @@ class ReferenceTable:
         """The holders of each object of this process that others, or this process, refer to."""
         self._held: dict[tuple[str, int], weakref.ref[RemoteReference]] = {}
         self._received: Counter[tuple[str, int]] = Counter()
-        self._connecting: dict[str, asyncio.Task[None]] = {}
-        """The connections to owners that are being opened, by the id of the owner."""
-        self._untold: dict[str, list[list[Any]]] = {}
-        """The messages for each owner to which this process is connecting, in order."""
+        self._connecting: dict[str, tuple[asyncio.Task[None], list[list[Any]]]] = {}
+        """The connections to owners that are being opened, by the id of the owner, and the messages for it in order."""
         self._port: ChannelPort | None = None
 
     def open(self, port: ChannelPort) -> None:
@@ -256,14 +254,11 @@ class ReferenceTable:
 
     async def close(self) -> None:
         """End what connects to owners. Those of references that this process has passed on are told first."""
-        granting = [
-            self._connecting[owner]
-            for owner, messages in self._untold.items()
-            if any(message[0] == GRANT for message in messages)
-        ]
+        connecting = self._connecting.values()
+        granting = [task for task, messages in connecting if any(message[0] == GRANT for message in messages)]
         if granting:
             await asyncio.wait(granting, timeout=_TOLD_WITHIN)
-        tasks = list(self._connecting.values())
+        tasks = [task for task, _ in connecting]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -356,8 +351,7 @@ class ReferenceTable:
         owner = ChannelAddress.decode(address)
         reference = self._keep(owner, int(number), str(kind), tensor)
         if not (reference.is_owner or owner.id in self._connecting or self._is_connected(owner.id)):
-            self._untold[owner.id] = []
-            self._connecting[owner.id] = self._loop.create_task(self._connect(owner))
+            self._connecting[owner.id] = self._loop.create_task(self._connect(owner)), []
         return reference
 
     def grant(self, reference: RemoteReference, holder: str) -> None:
@@ -375,8 +369,8 @@ class ReferenceTable:
             with contextlib.suppress(AsyncdistError, TimeoutError):
                 await self._port.connect(owner)
         finally:
-            del self._connecting[owner.id]
-            for message in self._untold.pop(owner.id):
+            _, messages = self._connecting.pop(owner.id)
+            for message in messages:
                 self._tell(owner.id, message)
 
     def _keep(self, address: ChannelAddress, number: int, kind: str, tensor: Sequence[Any] | None) -> RemoteReference:
@@ -413,8 +407,8 @@ class ReferenceTable:
         One to which there is no channel has dropped the holds of this process.
         """
         assert self._port is not None
-        if owner in self._untold:
-            self._untold[owner].append(message)
+        if owner in self._connecting:
+            self._connecting[owner][1].append(message)
         elif (channel := self._port.channel_to(owner)) is not None:
             channel.send(pack_plain(message))
 
