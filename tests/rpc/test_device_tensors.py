@@ -197,17 +197,13 @@ async def test_small_and_empty_tensors_pass_through_the_host(job, eventually):
         assert [side.device.num_from_host for side in (far, near)] == [2, 2]
 
 
-async def test_many_tensors_of_one_call_are_lent_together(job, eventually):
+async def test_many_tensors_of_one_call_are_lent_together_and_events_are_used_again(job, eventually):
     state = {f"layer{number}": on_device(torch.full((20_000,), float(number))) for number in range(500)}
-    async with acquainted(job, Echo(), eventually) as (it, _far, near):
+    async with acquainted(job, Echo(), eventually) as (it, far, near):
         found = await it.echo(state)
         assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
         assert not passed_the_host()
         assert near.driver.made_events <= 3, "an event for each call"
-
-
-async def test_events_are_used_again(job, eventually):
-    async with acquainted(job, Echo(), eventually) as (it, far, near):
         for _ in range(20):
             await asyncio.gather(*[it.echo(on_device(torch.ones(LARGE))) for _ in range(4)])
         assert all(side.driver.made_events <= 10 for side in (far, near))
