@@ -30,6 +30,9 @@ _to_be_rebuilt: WeakSet[Any] = WeakSet()
 class _RegisteredAllocation(TorchDispatchMode):
     """While active, allocates large one-dimensional CPU tensors in registered memory."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
