@@ -20,7 +20,7 @@ from asyncdist.base.timers import DeadlineTimer
 from asyncdist.errors import AsyncdistError, PeerLostError, ProtocolError, UsageError
 from asyncdist.kernel import input_memory
 from asyncdist.net import IncomingMessage, OutgoingMessage, PeerChannel
-from asyncdist.rpc.errors import CalleeLostError, CallError, CallTimeoutError, OverloadedError, ResultError
+from asyncdist.rpc.errors import CalleeLostError, CallTimeoutError, OverloadedError, ResultError
 from asyncdist.rpc.failures import failure_of
 from asyncdist.rpc.loans import ChannelLoans, MessageLoan
 from asyncdist.rpc.streams import CallStream, ItemQueue
@@ -29,6 +29,9 @@ from asyncdist.rpc.wire import CANCEL, CREDIT, END, FAILED, ITEM, RESULT, pack_p
 
 MOST_WAITING = 1 << 16
 """The most calls of one caller that wait for one callee."""
+
+HeldAnswer = list[Callback]
+"""An answer that waits: empty until it has been read, then what handles it."""
 
 current_deadline: ContextVar[float] = ContextVar("current_deadline", default=inf)
 """In a method that a call with a deadline runs: that deadline, in the loop's time. Calls that it makes inherit it."""
@@ -44,23 +47,9 @@ class RemoteCall(ProcessBound, asyncio.Future[Any]):
     _elsewhere = "await it, and send its result instead"
 
     __slots__ = (
-        "_caller",
-        "buffers",
-        "deadline",
-        "destination",
-        "head",
-        "incoming",
-        "is_sent",
-        "limits_stream",
-        "loan",
-        "method",
-        "nbytes",
-        "number",
-        "outgoing",
-        "references",
-        "target",
-        "timeout",
-    )
+        "_caller", "buffers", "deadline", "destination", "head", "incoming", "is_sent", "limits_stream", "loan", "method",
+        "nbytes", "number", "outgoing", "references", "target", "timeout",
+    )  # fmt: skip
 
     def __init__(self, caller: Caller, number: int, target: str, method: str, timeout: float, deadline: float) -> None:
         super().__init__(loop=caller.loop)
@@ -93,7 +82,6 @@ class RemoteCall(ProcessBound, asyncio.Future[Any]):
             self._caller.loop.call_soon_threadsafe(self.cancel)
 
     def expire(self) -> None:
-        """End the call, because its deadline has passed."""
         if not self.done():
             self.set_exception(CallTimeoutError(self.target, self.method, self._caller.peer, self.timeout))
             self._caller.give_up(self)
@@ -118,30 +106,20 @@ class RemoteCall(ProcessBound, asyncio.Future[Any]):
 class Caller:
     """The calls of this process over one channel.
 
+    The callee says how many calls it accepts at a time, and how many bytes of arguments in buffers; one call may have more.
+
     Args:
-        carrier: Carries the arguments and results.
-        loans: The loans over the channel.
         threads: Pack long arguments.
-        credits: The calls that the callee accepts at a time.
-        window_nbytes: The bytes of arguments in buffers that the callee accepts at a time; one call may have more.
         timeout: Seconds of a call without a timeout of its own.
     """
 
     def __init__(
-        self,
-        channel: PeerChannel,
-        carrier: Carrier,
-        loans: ChannelLoans,
-        threads: DaemonThreadPool,
-        *,
-        credits: int,
-        window_nbytes: int,
-        timeout: float,
+        self, channel: PeerChannel, carrier: Carrier, loans: ChannelLoans, threads: DaemonThreadPool, timeout: float
     ) -> None:
         self.peer, self.peer_id = channel.peer.name, channel.peer.id
         self.loop = asyncio.get_running_loop()
         self._channel, self._carrier, self.loans, self._threads = channel, carrier, loans, threads
-        self._credits, self._window = credits, window_nbytes
+        self._credits, self._window = channel.peer.about["credits"], channel.peer.about["window"]
         self._timeout = timeout
         self._number = 0
         self._open: dict[int, RemoteCall | ItemQueue] = {}
@@ -174,8 +152,6 @@ class Caller:
         Args:
             target: The object, for messages.
             key: The object and the method, as the wire has them.
-            kwargs: The keyword arguments.
-            timeout: Seconds, or a timedelta.
             packed: The arguments, if they have been packed for several calls, or are being packed.
 
         Raises:
@@ -332,7 +308,7 @@ class Caller:
             call.references = ()
             if call.incoming is not None:
                 # The memory of the caller is written no more.
-                self._channel.drop(call.incoming, GivenUp())
+                self._channel.drop(call.incoming, Unwanted())
         self._ended(call)
 
     def grant(self, number: int, count: int) -> None:
@@ -346,7 +322,7 @@ class Caller:
         """Handle an answer, whose value has been unpacked. Raises ProtocolError for one that no callee sends."""
         kind, number = answer[0], answer[1]
         if self._held and number in self._held:
-            self._held[number].append(HeldAnswer(functools.partial(self.answered, answer)))
+            self._held[number].append([functools.partial(self.answered, answer)])
             return
         call = self._open.get(number)
         # The caller has given it up.
@@ -363,35 +339,28 @@ class Caller:
             self._ended(self._open[number])
         elif kind == FAILED:
             failure, texts = answer[2:]
-            self.failed(number, failure_of(failure, texts, call.target, call.method, self.peer, call.timeout))
+            call.fail(failure_of(failure, texts, call.target, call.method, self.peer, call.timeout))
+            self._ended(call)
         else:
             raise ProtocolError(f"an answer of kind {kind!r} to call {number}")
 
     def hold_answer(self, number: int) -> HeldAnswer:
         """Hold an answer to a call, which is being read in a thread, and those that follow it, until `take_held`."""
-        held = HeldAnswer()
+        held: HeldAnswer = []
         self._held.setdefault(number, deque()).append(held)
         return held
 
     def take_held(self, number: int, held: HeldAnswer, handle: Callback) -> None:
         """Handle an answer that has been read, and those that have waited for it, in the order in which they arrived."""
-        held.handle = handle
+        held.append(handle)
         answers = self._held.pop(number, None)
         # The channel has ended.
         if answers is None:
             return
-        while answers and (first := answers[0].handle) is not None:
-            answers.popleft()
-            first()
+        while answers and answers[0]:
+            answers.popleft()[0]()
         if answers:
             self._held[number] = answers
-
-    def failed(self, number: int, error: CallError) -> None:
-        """End a call with an error."""
-        call = self._open.get(number)
-        if call is not None:
-            call.fail(error)
-            self._ended(call)
 
     def unreadable(self, number: int, reason: str) -> None:
         """End a call whose result cannot be read."""
@@ -440,14 +409,5 @@ class Caller:
         return lost
 
 
-class HeldAnswer:
-    """An answer that waits; what handles it, once it has been read."""
-
-    __slots__ = ("handle",)
-
-    def __init__(self, handle: Callback | None = None) -> None:
-        self.handle = handle
-
-
-class GivenUp(Exception):
-    """Nobody waits for a result any more."""
+class Unwanted(Exception):
+    """Nobody waits for a message any more, or its call was refused."""

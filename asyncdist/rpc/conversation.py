@@ -16,10 +16,9 @@ from asyncdist.base.callables import Callback
 from asyncdist.base.descriptors import close_all
 from asyncdist.errors import PeerLostError, ProtocolError
 from asyncdist.net import IncomingMessage, PeerChannel
-from asyncdist.rpc.calls import Caller, HeldAnswer
+from asyncdist.rpc.calls import Caller, HeldAnswer, Unwanted
 from asyncdist.rpc.execution import Callee, CallResources, Execution
 from asyncdist.rpc.loans import Buffer, ChannelLoans
-from asyncdist.rpc.references import ReferenceTable
 from asyncdist.rpc.values import Carrier, run_aside
 from asyncdist.rpc.wire import CALL, CANCEL, CREDIT, GRANT, ITEM, LENT_BYTES, OFFER, RELEASE, RESULT, VERSION
 
@@ -35,21 +34,13 @@ _LENGTHS = {CALL: 7, RESULT: 3, ITEM: 3, LENT_BYTES: 3}
 class Conversation:
     """The calls of both directions over one channel. It is the ``context`` of the channel."""
 
-    def __init__(self, channel: PeerChannel, resources: CallResources, timeout: float) -> None:
-        about = channel.peer.about
-        if about["version"] != VERSION:
-            raise ProtocolError(f"it makes calls of version {about['version']}, and this process of {VERSION}")
+    def __init__(self, channel: PeerChannel, resources: CallResources) -> None:
+        version = channel.peer.about["version"]
+        if version != VERSION:
+            raise ProtocolError(f"it makes calls of version {version}, and this process of {VERSION}")
         self.channel, self.resources = channel, resources
         self.loans = ChannelLoans(channel, resources.lending)
-        self.caller = Caller(
-            channel,
-            resources.carrier,
-            self.loans,
-            resources.value_threads,
-            credits=about["credits"],
-            window_nbytes=about["window"],
-            timeout=timeout,
-        )
+        self.caller = Caller(channel, resources.carrier, self.loans, resources.value_threads, resources.call_timeout)
         self.callee = Callee(channel, resources, self.loans, CREDITS)
 
 
@@ -60,18 +51,13 @@ def conversation_of(channel: PeerChannel) -> Conversation:
 
 
 class ConversationHandler:
-    """Handles the messages of all channels of a session.
+    """Handles the messages of all channels of a session."""
 
-    Args:
-        resources: What the callers of the session share.
-        timeout: Seconds of a call without a timeout of its own.
-    """
-
-    def __init__(self, resources: CallResources, timeout: float, references: ReferenceTable) -> None:
-        self._resources, self._timeout, self._references = resources, timeout, references
+    def __init__(self, resources: CallResources) -> None:
+        self._resources, self._references = resources, resources.references
 
     def connected(self, channel: PeerChannel) -> None:
-        channel.context = Conversation(channel, self._resources, self._timeout)
+        channel.context = Conversation(channel, self._resources)
 
     def received(
         self, channel: PeerChannel, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]
@@ -115,7 +101,7 @@ class ConversationHandler:
         conversation = conversation_of(channel)
         arriving = message.context = ValueMessage.begin(conversation, message.head, is_ready=False)
         if arriving is None:
-            message.drop(CancelledMessage())
+            message.drop(Unwanted())
             _discard(self._resources.carrier, message.head, ())
         elif arriving.kind == RESULT:
             conversation.caller.receive_into(arriving.number, message)
@@ -126,9 +112,8 @@ class ConversationHandler:
             arriving.complete(message.head, message.buffers)
         elif arriving is not None:
             arriving.give_back()
-            arriving.unreadable(
-                f"{message.nbytes} bytes cannot be received: {message.error or type(message.error).__name__}"
-            )
+            why = message.error or type(message.error).__name__
+            arriving.unreadable(f"{message.nbytes} bytes cannot be received: {why}")
 
     def withdrawn(self, channel: PeerChannel, message: IncomingMessage) -> None:
         arriving: ValueMessage | None = message.context
@@ -151,8 +136,6 @@ class ValueMessage:
     """A call or an answer whose value arrives in buffers, or the content of a loan. It is the `Borrower` of its own loan.
 
     Args:
-        kind: CALL, RESULT, ITEM or LENT_BYTES.
-        number: The number of the call, or of the loan.
         is_outside: Whether the value is the first buffer instead of a part of the head.
         loan: The number of the loan of its tensors; 0 for none.
     """
@@ -164,13 +147,7 @@ class ValueMessage:
     _held: HeldAnswer
 
     def __init__(
-        self,
-        conversation: Conversation,
-        kind: int,
-        number: int,
-        *,
-        is_outside: bool = False,
-        loan: int = 0,
+        self, conversation: Conversation, kind: int, number: int, *, is_outside: bool = False, loan: int = 0
     ) -> None:
         self._conversation, self._carrier = conversation, conversation.resources.carrier
         self.kind, self.number = kind, number
@@ -293,10 +270,6 @@ def _discard(carrier: Carrier, head: bytes, buffers: Sequence[memoryview]) -> No
         envelope = carrier.unpack_references(head)
         if buffers and envelope[_LENGTHS[envelope[0]] - 1] is None:
             carrier.unpack_references(buffers[0])
-
-
-class CancelledMessage(Exception):
-    """Nobody wants a message any more, or its call was refused."""
 
 
 def _unread(code: int, data: bytes) -> object:

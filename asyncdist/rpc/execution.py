@@ -15,6 +15,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from asyncdist.rpc.calls import current_deadline
 from asyncdist.rpc.failures import describe
 from asyncdist.rpc.loans import ChannelLoans, MessageLoan
 from asyncdist.rpc.objects import MethodKind, NoSuchObject, ServedMethod, ServedObjects
+from asyncdist.rpc.references import ReferenceTable
 from asyncdist.rpc.streams import WINDOW
 from asyncdist.rpc.values import Carrier, PackedValue, cannot_change
 from asyncdist.rpc.wire import END, FAILED, ITEM, RESULT, Failure, pack_plain
@@ -42,82 +44,61 @@ ObjectKey = tuple[str | int, int]
 
 
 class CallResources(Protocol):
-    """What all callers of a session share, which is its `RpcSession`; ``value_threads`` pack and unpack values."""
+    """What all callers of a session share, which is its `RpcSession`.
+
+    ``value_threads`` pack and unpack values; ``call_timeout`` is that of a call without a timeout of its own, in seconds.
+    """
 
     objects: ServedObjects
+    references: ReferenceTable
     carrier: Carrier
     lending: DeviceLending
     threads: DaemonThreadPool
     value_threads: DaemonThreadPool
     num_calls: int
     most_calls: int
+    call_timeout: float
     is_closing: bool
 
 
+@dataclass(slots=True, eq=False)
 class Execution:
     """One call that this process runs for a caller."""
 
-    __slots__ = (
-        "args",
-        "credits",
-        "deadline",
-        "is_cancelled",
-        "is_queued",
-        "is_ready",
-        "key",
-        "kwargs",
-        "method",
-        "number",
-        "owner",
-        "taken",
-        "task",
-    )  # fmt: skip
-
-    def __init__(self, owner: Callee, number: int, key: ObjectKey, method: ServedMethod, deadline: float) -> None:
-        self.owner, self.number, self.key, self.method, self.deadline = owner, number, key, method, deadline
-        self.args: Sequence[Any] = ()
-        self.kwargs: dict[str, Any] = {}
-        self.is_ready = self.is_queued = self.is_cancelled = False
-        self.task: asyncio.Task[None] | None = None
-        self.credits = WINDOW
-        self.taken: asyncio.Event | None = None
+    owner: Callee
+    number: int
+    key: ObjectKey
+    method: ServedMethod
+    deadline: float
+    args: Sequence[Any] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    is_ready: bool = False
+    is_queued: bool = False
+    is_cancelled: bool = False
+    task: asyncio.Task[None] | None = None
+    credits: int = WINDOW
+    taken: asyncio.Event | None = None
 
     def expire(self) -> None:
-        """Cancel the call, because its deadline has passed."""
         self.owner.overdue(self)
 
 
+@dataclass(slots=True)
 class _Queue:
     """The calls of one object that wait for an earlier one of the same caller."""
 
-    __slots__ = ("is_running", "waiting")
-
-    def __init__(self) -> None:
-        self.waiting: deque[Execution] = deque()
-        self.is_running = False
+    waiting: deque[Execution] = field(default_factory=deque)
+    is_running: bool = False
 
     def add(self, execution: Execution) -> None:
-        """Let a call wait."""
         execution.is_queued = True
         self.waiting.append(execution)
 
 
 class Callee:
-    """Runs the calls of one caller.
+    """Runs the calls of one caller, at most ``credits`` at a time."""
 
-    Args:
-        resources: What all callers share.
-        loans: The loans over the channel.
-        credits: The calls that the caller may have at a time.
-    """
-
-    def __init__(
-        self,
-        channel: PeerChannel,
-        resources: CallResources,
-        loans: ChannelLoans,
-        credits: int,
-    ) -> None:
+    def __init__(self, channel: PeerChannel, resources: CallResources, loans: ChannelLoans, credits: int) -> None:
         self._channel, self._resources, self._loans, self._credits = channel, resources, loans, credits
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, Execution] = {}
@@ -130,9 +111,7 @@ class Callee:
     def called(self, envelope: Sequence[Any], *, is_ready: bool) -> Execution | None:
         """Begin a call, or queue it; return None if it is refused, in which case the caller has been told.
 
-        Args:
-            envelope: Number, object, index, method and timeout.
-            is_ready: Whether its arguments have arrived. If not, `arrived` follows.
+        ``is_ready`` says whether its arguments have arrived. If not, `arrived` follows.
         """
         number, name_or_number, index, method_name, timeout = envelope
         if number in self._calls:
@@ -183,7 +162,6 @@ class Callee:
             self._channel.withdraw(outgoing)
 
     def credit(self, number: int, count: int) -> None:
-        """Send further items of a stream."""
         execution = self._calls.get(number)
         if execution is not None:
             execution.credits += count
@@ -292,10 +270,8 @@ class Callee:
             execution.args, execution.kwargs = (), {}
 
     def _run_in_thread(self, execution: Execution) -> None:
-        outcome: Callback
-        if execution.is_cancelled:
-            outcome = _nothing
-        else:
+        outcome: Callback | None = None
+        if not execution.is_cancelled:
             try:
                 packed = self._pack(self._call(execution), snapshot=True)
             except BaseException as failure:
@@ -308,8 +284,9 @@ class Callee:
         except RuntimeError:
             return
 
-    def _ended_in_thread(self, execution: Execution, outcome: Callback) -> None:
-        outcome()
+    def _ended_in_thread(self, execution: Execution, outcome: Callback | None) -> None:
+        if outcome is not None:
+            outcome()
         queue = self._queues.get(execution.key)
         if queue is not None:
             queue.is_running = False
@@ -378,9 +355,8 @@ class Callee:
             outgoing, _ = self._send_value(RESULT, number, packed)
         except Exception as error:
             log.exception("the result of call %d of %s cannot be sent", number, self._channel.peer.name)
-            self._fail(
-                number, Failure.RESULT_NOT_CARRIED, f"its result cannot be sent: {type(error).__name__}: {error}"
-            )
+            reason = f"its result cannot be sent: {type(error).__name__}: {error}"
+            self._fail(number, Failure.RESULT_NOT_CARRIED, reason)
             return
         if outgoing is not None and not outgoing.done:
             self._sending[number] = outgoing
@@ -420,15 +396,14 @@ class Callee:
             self._fail(execution.number, Failure.RAISED, *describe(error))
 
     def _refuse_overload(self, number: int) -> None:
-        resources = self._resources
-        if resources.is_closing:
+        if self._resources.is_closing:
             self._fail(number, Failure.REFUSED, "its process is leaving the session and accepts no more calls")
             return
-        if len(self._calls) >= self._credits:
-            reason = f"{self._credits} calls of this caller are open, and the callee accepts no more"
-        else:
-            reason = f"{resources.num_calls} calls of all callers are open, and the callee accepts no more"
-        self._fail(number, Failure.OVERLOADED, reason)
+        is_own = len(self._calls) >= self._credits
+        whose = (
+            f"{self._credits} calls of this caller" if is_own else f"{self._resources.num_calls} calls of all callers"
+        )
+        self._fail(number, Failure.OVERLOADED, f"{whose} are open, and the callee accepts no more")
 
     def _fail(self, number: int, failure: Failure, *texts: str) -> None:
         self._send(pack_plain([FAILED, number, int(failure), list(texts)]))
@@ -446,7 +421,3 @@ class ArgumentsDoNotFit(TypeError):
 
 class ResultNotCarried(Exception):
     """A result, or an item of a stream, cannot be carried."""
-
-
-def _nothing() -> None:
-    """Answer nothing: the call was cancelled before it began."""

@@ -1,12 +1,9 @@
 """Device tensors of messages that the receiver reads where they lie: the loans of both directions over one channel.
 
-A process offers a peer on its host to lend tensors of a device, when it first sends one: OFFER has the probe of
-`DeviceLoans`, and the ANSWER says whether the peer can map it. Until then, and after a refusal, tensors go through host
-memory. So no call waits for the answer, or fails because of it.
-
-A message with lent tensors has the number of its loan, and their locations in its last buffer. The sender keeps the tensors
-until the peer has RETURNED the loan, which it does exactly once for each message that arrives, or until the channel ends.
-A peer that cannot map a tensor after all has DECLINED the loan; the sender then sends its content as LENT_BYTES.
+docs/architecture.md describes the way of such a tensor. Until the peer has accepted the OFFER, and after a refusal, tensors
+go through host memory, so that no call waits for the answer, or fails because of it. The sender keeps lent tensors until
+the peer has RETURNED the loan, which it does exactly once for each message that arrives, or until the channel ends. A peer
+that cannot map a tensor after all has DECLINED the loan; the sender then sends its content as LENT_BYTES.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgpack
@@ -50,11 +48,7 @@ Buffer = memoryview | torch.Tensor
 
 
 class DevicePart:
-    """A device tensor of a message, which is lent to its receiver or copied to host memory.
-
-    Args:
-        tensor: Its elements, flat and contiguous.
-    """
+    """A device tensor of a message, flat and contiguous, which is lent to its receiver or copied to host memory."""
 
     def __init__(self, tensor: torch.Tensor, loans: DeviceLoans) -> None:
         self.raw, self.loans = tensor.view(torch.uint8), loans
@@ -98,28 +92,26 @@ class TensorLender(Protocol):
     def part(self, tensor: torch.Tensor, *, snapshot: bool) -> DevicePart | None:
         """Return a tensor as a part of a message; None if it goes through host memory. Thread-safe.
 
-        Args:
-            snapshot: Copy it, because it may change before it is read.
+        With ``snapshot`` it is copied, because it may change before it is read.
         """
 
 
+@dataclass(eq=False)
 class MessageLoan:
     """The tensors of one message that are lent to its receiver.
 
     Attributes:
         number: The number of the loan, unique among those of its sender over one channel.
         parts: The lent tensors.
-        nbytes: Their bytes.
         ended: Whether the tensors are read no more.
         on_end: Called once on the loop when they are read no more.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.parts: list[DevicePart] = []
-        self.held: list[tuple[DeviceLoans, DeviceLoan]] = []
-        self.ended = False
-        self.on_end: Callback | None = None
+    number: int
+    parts: list[DevicePart] = field(default_factory=list)
+    held: list[tuple[DeviceLoans, DeviceLoan]] = field(default_factory=list)
+    ended: bool = False
+    on_end: Callback | None = None
 
     @property
     def nbytes(self) -> int:
@@ -137,24 +129,18 @@ class MessageLoan:
             self.on_end()
 
 
+@dataclass(eq=False)
 class _Offer:
-    """The offer of a device, and the answer of the peer.
+    """The offer of a device, and the answer of the peer."""
 
-    Attributes:
-        loans: The loans of the device, when the peer has accepted the offer.
-    """
-
-    def __init__(self, device: torch.device, number: int) -> None:
-        self.device, self.number = device, number
-        self.loans: DeviceLoans | None = None
+    device: torch.device
+    number: int
+    loans: DeviceLoans | None = None
+    """The loans of the device, when the peer has accepted the offer."""
 
 
 class ChannelLoans:
-    """The loans of both directions over one channel. It is a `TensorLender` for the peer.
-
-    Args:
-        lending: The devices of this process.
-    """
+    """The loans of both directions over one channel. It is a `TensorLender` for the peer."""
 
     def __init__(self, channel: PeerChannel, lending: DeviceLending) -> None:
         self._channel, self._lending = channel, lending
@@ -173,25 +159,23 @@ class ChannelLoans:
 
     # -- lending: any thread ----------------------------------------------------------------------------
 
-    def lends(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor may be lent to the peer. The first tensor of a device begins the offer."""
+    def lends(self, tensor: torch.Tensor) -> DeviceLoans | None:
+        """Return what may lend a tensor to the peer, None for nothing. The first tensor of a device begins the offer."""
         if not self._channel.is_local or tensor.nbytes <= DeviceLoans.min_nbytes:
-            return False
+            return None
         offer = self._offers.get(tensor.device)
         if offer is None:
             offer = _Offer(tensor.device, next(self._numbers))
             if self._offers.setdefault(tensor.device, offer) is offer:
                 self._loop.call_soon_threadsafe(self._begin_offer, offer)
-            return False
+            return None
         loans = offer.loans
         if loans is None or tensor.nbytes <= loans.min_nbytes or loans.streams.is_capturing():
-            return False
-        return loans.can_lend(tensor)
+            return None
+        return loans if loans.can_lend(tensor) else None
 
     def part(self, tensor: torch.Tensor, *, snapshot: bool) -> DevicePart | None:
-        if not self.lends(tensor):
-            return None
-        loans = self._offers[tensor.device].loans
+        loans = self.lends(tensor)
         return None if loans is None else DevicePart.of(tensor, loans, snapshot=snapshot)
 
     # -- lending: the loop ------------------------------------------------------------------------------
@@ -326,12 +310,7 @@ class ChannelLoans:
         self._send([ANSWER, number, reason[:_MOST_REASON]])
 
     def borrow(self, number: int, buffers: Sequence[memoryview], borrower: Borrower) -> None:
-        """Read the lent tensors of a message that has arrived, and return the loan.
-
-        Args:
-            buffers: All buffers of the message.
-            borrower: Is told the outcome.
-        """
+        """Read the lent tensors of a message that has arrived, tell the borrower, and return the loan."""
         self._lending.spawn(self._borrow(number, buffers, borrower))
 
     def give_back(self, number: int) -> None:
@@ -339,12 +318,11 @@ class ChannelLoans:
         self._send([RETURNED, number])
 
     async def _borrow(self, number: int, buffers: Sequence[memoryview], borrower: Borrower) -> None:
-        filled: list[Buffer] | None = None
-        reason = ""
+        filled, reason = None, ""
         try:
             filled = await self._filled(number, buffers, lambda: self._channel.is_open and borrower.is_wanted())
         except (OwnerHasEnded, PeerLostError):
-            filled = None
+            pass
         except torch.OutOfMemoryError as error:
             reason = f"the device has no memory for its tensors: {error}"
         except Exception as error:
@@ -415,7 +393,6 @@ class ChannelLoans:
     # -- the channel ----------------------------------------------------------------------------------------
 
     def received(self, message: Sequence[Any], buffers: Sequence[memoryview]) -> None:
-        """Handle a message about loans."""
         kind, number, *rest = message
         if kind == OFFER:
             self._lending.spawn(self._answer(number, *rest))
@@ -446,32 +423,27 @@ class ChannelLoans:
 
 
 class Borrower(Protocol):
-    """Receives the tensors of a message: a call of this process, or the answer to one."""
+    """Receives the tensors of a message: a call of this process, or the answer to one.
 
-    def is_wanted(self) -> bool:
-        """Return whether the message is still wanted."""
+    One of the last three methods is called: all buffers are here, they cannot be read, or the message is not wanted.
+    """
 
-    def arrived(self, buffers: Sequence[Buffer]) -> None:
-        """Handle the buffers of the message, all of which are here."""
+    def is_wanted(self) -> bool: ...
 
-    def failed(self, reason: str) -> None:
-        """Note that they cannot be read."""
+    def arrived(self, buffers: Sequence[Buffer]) -> None: ...
 
-    def dropped(self) -> None:
-        """Note that the message was not wanted any more."""
+    def failed(self, reason: str) -> None: ...
+
+    def dropped(self) -> None: ...
 
 
 class AnyLender:
-    """Lends tensors of a message to several peers, if at least one accepts them.
-
-    Args:
-        lenders: The loans over the channels to the peers.
-    """
+    """Lends tensors of a message to several peers, if at least one accepts them."""
 
     def __init__(self, lenders: Iterable[ChannelLoans]) -> None:
         self._lenders = list(dict.fromkeys(lenders))
 
     def part(self, tensor: torch.Tensor, *, snapshot: bool) -> DevicePart | None:
         # `lends` makes an offer, so that each learns whether its peer accepts such tensors.
-        willing = [each for each in self._lenders if each.lends(tensor)]
-        return willing[0].part(tensor, snapshot=snapshot) if willing else None
+        willing = [loans for each in self._lenders if (loans := each.lends(tensor)) is not None]
+        return DevicePart.of(tensor, willing[0], snapshot=snapshot) if willing else None

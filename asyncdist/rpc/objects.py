@@ -19,16 +19,14 @@ CALL_METHOD = "__call__"
 
 
 class MethodKind(Enum):
-    """How a method runs."""
+    """How a method runs: on the loop, there as an async generator, or in a thread. The values are flags of its code."""
 
-    COROUTINE = "on the loop"
-    STREAM = "on the loop, as an async generator"
-    PLAIN = "in a thread"
+    COROUTINE = inspect.CO_COROUTINE
+    STREAM = inspect.CO_ASYNC_GENERATOR
+    PLAIN = 0
 
 
 class ServedMethod(NamedTuple):
-    """A method of an object."""
-
     function: AnyFunction
     kind: MethodKind
 
@@ -38,10 +36,7 @@ class NoSuchObject(Exception):
 
 
 class ServedObjects:
-    """Objects by name and by the number of a reference.
-
-    Args:
-        objects: An object for each name; a list or tuple of several that share a name.
+    """Objects by name, of which several may share one, and by the number of a reference.
 
     Raises:
         UsageError: It is no mapping, a name is not a text, or has no object.
@@ -78,7 +73,6 @@ class ServedObjects:
         self._referenced[number] = target
 
     def remove_reference(self, number: int) -> None:
-        """Forget the object of a reference."""
         self._referenced.pop(number, None)
 
     def method(self, name_or_number: str | int, index: int, name: str) -> ServedMethod:
@@ -129,11 +123,7 @@ def _why_not_callable(served: Any, name: str) -> str:
     return f"an object of type {kind} has no method {name!r}{hint}"
 
 
-_KINDS = {
-    0: MethodKind.PLAIN,
-    inspect.CO_COROUTINE: MethodKind.COROUTINE,
-    inspect.CO_ASYNC_GENERATOR: MethodKind.STREAM,
-}
+_KINDS = {kind.value: kind for kind in MethodKind}
 _FLAGS = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 

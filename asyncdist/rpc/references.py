@@ -18,16 +18,17 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import AsyncdistError, PeerLostError, UsageError
 from asyncdist.net import ChannelAddress, ChannelPort, PeerChannel
-from asyncdist.rpc.calls import Caller
+from asyncdist.rpc.calls import Caller, RemoteCall
 from asyncdist.rpc.errors import CalleeLostError
 from asyncdist.rpc.objects import ServedObjects
 from asyncdist.rpc.wire import GRANT, RELEASE, pack_plain
@@ -94,9 +95,7 @@ class RemoteReference(ProcessBound):
         Raises:
             CallError: See `RemoteObject`.
         """
-        caller = await self._table.caller_for(self._address, f"<{self.kind}>", method)
-        key = pack_plain(self._number) + pack_plain(0) + pack_plain(method)
-        return await caller.start(f"<{self.kind}>", key, method, args, kwargs, timeout)
+        return await (await self._start(self._number, method, args, kwargs, timeout))
 
     async def read(self, where: Any = None, *, timeout: Timeout = None) -> Any:
         """Return the object, or a part of a tensor, as it is now.
@@ -105,7 +104,7 @@ class RemoteReference(ProcessBound):
             where: The index of the part: a number, a slice, ``...``, or a tuple of these; None for all.
             timeout: Seconds.
         """
-        return await self._serve("read", [self._number, _plain_index(where)], timeout)
+        return await (await self._start(REFERENCES, "read", [self._number, _plain_index(where)], {}, timeout))
 
     async def read_into(self, tensor: torch.Tensor, where: Any = None, *, timeout: Timeout = None) -> torch.Tensor:
         """Read a tensor, or a part of it, into a tensor of the same shape and dtype, and return that.
@@ -115,7 +114,8 @@ class RemoteReference(ProcessBound):
         Raises:
             UsageError: Shape or dtype differ.
         """
-        call = await self._start("read_checked", [self._number, _plain_index(where), *_signature(tensor)], timeout)
+        args = [self._number, _plain_index(where), *_signature(tensor)]
+        call = await self._start(REFERENCES, "read_checked", args, {}, timeout)
         target = tensor.detach()
         if target.is_cpu and target.is_contiguous() and target.dtype.itemsize * target.numel():
             call.destination = target
@@ -126,27 +126,24 @@ class RemoteReference(ProcessBound):
 
     async def write(self, tensor: torch.Tensor, where: Any = None, *, timeout: Timeout = None) -> None:
         """Copy a tensor into the object, which is a tensor, or into a part of it."""
-        await self._serve("write", [self._number, _plain_index(where), tensor], timeout)
+        await (await self._start(REFERENCES, "write", [self._number, _plain_index(where), tensor], {}, timeout))
 
-    async def _serve(self, method: str, args: Sequence[Any], timeout: Timeout) -> Any:
-        return await (await self._start(method, args, timeout))
-
-    async def _start(self, method: str, args: Sequence[Any], timeout: Timeout) -> Any:
-        caller = await self._table.caller_for(self._address, f"<{self.kind}>", method)
-        return caller.start(f"<{self.kind}>", service_key(method), method, args, {}, timeout)
-
-    def encode(self) -> list[Any]:
-        """Return the reference as plain data."""
-        return [self._address.encode(), self._number, self.kind, self._tensor]
+    async def _start(
+        self, served: str | int, method: str, args: Sequence[Any], kwargs: dict[str, Any], timeout: Timeout
+    ) -> RemoteCall:
+        """Start a call of the object, by its number, or of the `ReferenceService` of its owner."""
+        target = f"<{self.kind}>"
+        caller = await self._table.caller_for(self._address, target, method)
+        return caller.start(target, method_key(served, 0, method), method, args, kwargs, timeout)
 
     def __repr__(self) -> str:
         what = self.kind if self.shape is None else f"{self.kind} {tuple(self.shape)} {self.dtype}"
         return f"<remote reference to {what} at {self.owner}>"
 
 
-def service_key(method: str) -> bytes:
-    """Return a method of the `ReferenceService` of a session, as the wire has it."""
-    return pack_plain(REFERENCES) + pack_plain(0) + pack_plain(method)
+def method_key(name_or_number: str | int, index: int, method: str) -> bytes:
+    """Return an object and its method, as the wire has them."""
+    return pack_plain(name_or_number) + pack_plain(index) + pack_plain(method)
 
 
 def _signature(tensor: torch.Tensor) -> list[Any]:
@@ -180,9 +177,7 @@ def _index(plain: Any) -> Any:
 class ReferenceService:
     """The services of an owner for its holders, called like the methods of any object.
 
-    Args:
-        table: The references of the session.
-        offers_attributes: Whether callers may refer to tensors of the served objects.
+    ``offers_attributes`` says whether callers may refer to tensors of the served objects.
     """
 
     def __init__(self, table: ReferenceTable, offers_attributes: bool) -> None:
@@ -233,18 +228,8 @@ class ReferenceService:
         return value
 
 
-class ChannelContext(Protocol):
-    """The context of a channel of a session."""
-
-    caller: Caller
-
-
 class ReferenceTable:
-    """The references of one session: the objects that others hold, and those that this process holds.
-
-    Args:
-        objects: The objects of the session.
-    """
+    """The references of one session: the objects that others hold, and those that this process holds."""
 
     def __init__(self, objects: ServedObjects) -> None:
         self.objects = objects
@@ -260,26 +245,20 @@ class ReferenceTable:
         """The holders of each object of this process that others, or this process, refer to."""
         self._held: dict[tuple[str, int], weakref.ref[RemoteReference]] = {}
         self._received: Counter[tuple[str, int]] = Counter()
-        self._connecting: dict[str, asyncio.Task[None]] = {}
-        """The connections to owners that are being opened, by the id of the owner."""
-        self._untold: dict[str, list[list[Any]]] = {}
-        """The messages for each owner to which this process is connecting, in order."""
+        self._connecting: dict[str, tuple[asyncio.Task[None], list[list[Any]]]] = {}
+        """The connections to owners that are being opened, by the id of the owner, and the messages for it in order."""
         self._port: ChannelPort | None = None
 
     def open(self, port: ChannelPort) -> None:
-        """Begin to use the port of the session."""
         self._port = port
 
     async def close(self) -> None:
         """End what connects to owners. Those of references that this process has passed on are told first."""
-        granting = [
-            self._connecting[owner]
-            for owner, messages in self._untold.items()
-            if any(message[0] == GRANT for message in messages)
-        ]
+        connecting = self._connecting.values()
+        granting = [task for task, messages in connecting if any(message[0] == GRANT for message in messages)]
         if granting:
             await asyncio.wait(granting, timeout=_TOLD_WITHIN)
-        tasks = list(self._connecting.values())
+        tasks = [task for task, _ in connecting]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -290,11 +269,6 @@ class ReferenceTable:
         assert self._port is not None
         return self._port.address
 
-    @property
-    def num_owned(self) -> int:
-        """The objects of this process to which processes hold references."""
-        return len(self._num_holders)
-
     async def caller_for(self, address: ChannelAddress, target: str, method: str) -> Caller:
         """Return the table of calls over a channel to a port. Raises CalleeLostError if it cannot be reached."""
         assert self._port is not None
@@ -302,8 +276,8 @@ class ReferenceTable:
             channel = await self._port.connect(address)
         except PeerLostError as error:
             raise CalleeLostError(target, method, address.name, error.why, False) from error
-        context: ChannelContext = channel.context
-        return context.caller
+        caller: Caller = channel.context.caller
+        return caller
 
     # -- the owner's side --------------------------------------------------------------------------
 
@@ -367,7 +341,9 @@ class ReferenceTable:
 
     def encode(self, part: Any) -> Any:
         """Return a reference as plain data; None for another object."""
-        return part.encode() if isinstance(part, RemoteReference) else None
+        if not isinstance(part, RemoteReference):
+            return None
+        return [part._address.encode(), part._number, part.kind, part._tensor]
 
     def decode(self, stand_in: Any) -> RemoteReference:
         """Return a reference that has arrived, with one hold on its object."""
@@ -375,8 +351,7 @@ class ReferenceTable:
         owner = ChannelAddress.decode(address)
         reference = self._keep(owner, int(number), str(kind), tensor)
         if not (reference.is_owner or owner.id in self._connecting or self._is_connected(owner.id)):
-            self._untold[owner.id] = []
-            self._connecting[owner.id] = self._loop.create_task(self._connect(owner))
+            self._connecting[owner.id] = self._loop.create_task(self._connect(owner)), []
         return reference
 
     def grant(self, reference: RemoteReference, holder: str) -> None:
@@ -394,8 +369,8 @@ class ReferenceTable:
             with contextlib.suppress(AsyncdistError, TimeoutError):
                 await self._port.connect(owner)
         finally:
-            del self._connecting[owner.id]
-            for message in self._untold.pop(owner.id):
+            _, messages = self._connecting.pop(owner.id)
+            for message in messages:
                 self._tell(owner.id, message)
 
     def _keep(self, address: ChannelAddress, number: int, kind: str, tensor: Sequence[Any] | None) -> RemoteReference:
@@ -432,15 +407,13 @@ class ReferenceTable:
         One to which there is no channel has dropped the holds of this process.
         """
         assert self._port is not None
-        if owner in self._untold:
-            self._untold[owner].append(message)
+        if owner in self._connecting:
+            self._connecting[owner][1].append(message)
         elif (channel := self._port.channel_to(owner)) is not None:
             channel.send(pack_plain(message))
 
 
-def _drop_soon(
-    loop: asyncio.AbstractEventLoop, dropped: Callable[[], Callable[..., None] | None], key: tuple[str, int]
-) -> None:
+def _drop_soon(loop: asyncio.AbstractEventLoop, dropped: weakref.WeakMethod[AnyFunction], key: tuple[str, int]) -> None:
     """Return the holds of a reference on the loop. Any thread may collect the reference."""
     method = dropped()
     if method is not None and not loop.is_closed():

@@ -14,7 +14,7 @@ from asyncdist.rpc.calls import Caller, RemoteCall
 from asyncdist.rpc.errors import PartialError
 from asyncdist.rpc.loans import AnyLender
 from asyncdist.rpc.objects import CALL_METHOD
-from asyncdist.rpc.references import RemoteReference, service_key
+from asyncdist.rpc.references import REFERENCES, RemoteReference, method_key
 from asyncdist.rpc.values import Carrier
 from asyncdist.rpc.wire import pack_plain
 
@@ -38,7 +38,12 @@ class RemoteMethod:
             RemoteError: There is no such attribute, it is no tensor, or the process serves with ``references=False``.
         """
         made = await self._caller.start(
-            self._target, service_key("make"), f"{self._name}.ref", [*self._address, self._name], {}, timeout
+            self._target,
+            method_key(REFERENCES, 0, "make"),
+            f"{self._name}.ref",
+            [*self._address, self._name],
+            {},
+            timeout,
         )
         assert isinstance(made, RemoteReference)
         return made

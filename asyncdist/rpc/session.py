@@ -64,7 +64,7 @@ class RpcSession(ProcessBound):
         if max_calls < 1 or threads < 1:
             raise UsageError(f"a session has at least one thread and one call, not {threads} and {max_calls}")
         self._config = Config.from_environment() if config is None else config
-        self._timeout = seconds(timeout, self._config.timeout)
+        self.call_timeout = seconds(timeout, self._config.timeout)
         self._job = job
         self._offers_attributes = references
         self._rank = Launch.from_environment().rank if rank is None else rank
@@ -91,15 +91,13 @@ class RpcSession(ProcessBound):
         )
         self.objects.add_service(REFERENCES, ReferenceService(self.references, self._offers_attributes))
         async with contextlib.AsyncExitStack() as stack:
-            config = self._config
             directory = self._directory = await JobDirectory.open(
-                self._job, SERVICE, config=config, timeout=self._timeout
+                self._job, SERVICE, config=self._config, timeout=self.call_timeout
             )
             stack.push_async_callback(directory.close)
             stack.push_async_callback(self.lending.close)
             stack.callback(self.value_threads.shutdown, wait=False, cancel_futures=True)
-            handler = ConversationHandler(self, self._timeout, self.references)
-            self._port = contextvars.copy_context().run(self._open_port, handler)
+            self._port = contextvars.copy_context().run(self._open_port)
             stack.push_async_callback(self._port.close, "its session has ended")
             stack.push_async_callback(self._await_returns)
             self.references.open(self._port)
@@ -134,12 +132,12 @@ class RpcSession(ProcessBound):
         if not self._is_open:
             raise UsageError("the session for remote calls is not open: use it inside its `async with` block")
 
-    def _open_port(self, handler: ConversationHandler) -> ChannelPort:
+    def _open_port(self) -> ChannelPort:
         """Open the port, in a context of its own in which this session runs the methods."""
         _session_of_context.set(self)
         current_deadline.set(inf)
         return ChannelPort(
-            handler,
+            ConversationHandler(self),
             host=self._directory.host,
             service=SERVICE,
             job=self._directory.job,
@@ -180,7 +178,7 @@ class RpcSession(ProcessBound):
             StoreConnectionError: The store of the job cannot be reached any more.
         """
         self._check_open()
-        limit = seconds(timeout, self._timeout)
+        limit = seconds(timeout, self.call_timeout)
         search = _ObjectSearch(self._directory, self._port, name, rank=rank)
         try:
             async with asyncio.timeout(Deadline.after(limit).remaining_or_none()), search:
@@ -207,7 +205,7 @@ class RpcSession(ProcessBound):
             StoreConnectionError: The store of the job cannot be reached any more.
         """
         self._check_open()
-        limit = seconds(timeout, self._timeout)
+        limit = seconds(timeout, self.call_timeout)
         search = _ObjectSearch(self._directory, self._port, name, count=count)
         try:
             async with asyncio.timeout(Deadline.after(limit).remaining_or_none()), search:

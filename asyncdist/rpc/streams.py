@@ -21,7 +21,7 @@ WINDOW = 16
 
 
 class StreamingCall(Protocol):
-    """A call that may turn out to be a stream."""
+    """A call that has turned out to be a stream."""
 
     number: int
     target: str
@@ -31,12 +31,6 @@ class StreamingCall(Protocol):
     limits_stream: bool
     nbytes: int
     outgoing: Any
-
-    def __await__(self) -> Any: ...
-
-    def cancel(self) -> bool: ...
-
-    def cancel_soon(self) -> None: ...
 
 
 class StreamCaller(Protocol):
@@ -66,7 +60,6 @@ class ItemQueue:
         self._changed = asyncio.Event()
 
     def put(self, item: Any) -> None:
-        """Add an item."""
         self._items.append(item)
         self._changed.set()
 
@@ -77,11 +70,9 @@ class ItemQueue:
         self._changed.set()
 
     def fail(self, error: BaseException) -> None:
-        """End the stream with an error."""
         self.end(error)
 
     def expire(self) -> None:
-        """End the stream, because its deadline has passed."""
         self.end(CallTimeoutError(self.target, self.method, self._caller.peer, self.timeout))
         self._caller.give_up(self)
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from asyncdist.rpc.references import RemoteReference
 from asyncdist.rpc.remote import RemoteObject
 from asyncdist.rpc.session import current_session
 
-Gradients = dict[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 
 
 # -- at the owner -----------------------------------------------------------------------------------
@@ -62,7 +63,7 @@ class ServedModule:
         """Return a reference to a `ModuleUse` for the caller."""
         return current_session().refer(ModuleUse(self))
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> Tensors:
         """Return a copy of the parameters and buffers."""
         with self.lock:
             return {name: value.detach().clone() for name, value in self.module.state_dict().items()}
@@ -73,24 +74,22 @@ class ServedModule:
             self.module.load_state_dict(state)
 
 
+@dataclass(eq=False)
 class ForwardGraph:
     """The graph of one forward, which waits for its backward: the inputs and outputs with gradients."""
 
-    def __init__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        self.inputs, self.outputs = inputs, outputs
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
 
 
 class ModuleUse:
-    """The work of one trainer with a `ServedModule`, and its gradients.
-
-    Args:
-        served: The module.
-    """
+    """The work of one trainer with a `ServedModule`, and its gradients. `RemoteModule` calls its methods."""
 
     def __init__(self, served: ServedModule) -> None:
         self._served = served
-        self._gradients: Gradients = {}
+        self._gradients: Tensors = {}
         self._optimizer = served.optimizer
+        self.state_dict, self.load_state_dict = served.state_dict, served.load_state_dict
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool) -> list[Any]:
         """Run the module; return its output, the positions of the tensors with gradients, and a reference to the graph."""
@@ -99,9 +98,8 @@ class ModuleUse:
             output = self._served.module(*args, **kwargs)
         leaves, structure = tree.tree_flatten(output)
         positions = [place for place, leaf in enumerate(leaves) if _needs_gradient(leaf)]
-        graph = None
-        if positions:
-            graph = current_session().refer(ForwardGraph(inputs, [leaves[place] for place in positions]))
+        outputs = [leaves[place] for place in positions]
+        graph = current_session().refer(ForwardGraph(inputs, outputs)) if outputs else None
         plain = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return [tree.tree_unflatten(plain, structure), positions, graph]
 
@@ -109,7 +107,7 @@ class ModuleUse:
         """Add to the gradients of the parameters, and return those of the inputs."""
         kept: ForwardGraph = graph.local_value()
         pairs = [pair for pair in zip(kept.outputs, gradients, strict=True) if pair[1] is not None]
-        outputs, given = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        outputs, given = zip(*pairs, strict=True) if pairs else ((), ())
         named = {name: each for name, each in self._served.module.named_parameters() if each.requires_grad}
         wanted = [*kept.inputs, *named.values()]
         found = torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)
@@ -142,24 +140,14 @@ class ModuleUse:
         self._gradients = {}
 
     def zero_grad(self) -> None:
-        """Clear the gradients of this trainer."""
         self._gradients = {}
 
-    def gradients(self) -> Gradients:
+    def gradients(self) -> Tensors:
         """Return the gradients of this trainer by the names of the parameters."""
         return dict(self._gradients)
 
     def train(self, mode: bool) -> None:
-        """Set the mode of the module."""
         self._served.module.train(mode)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the parameters and buffers."""
-        return self._served.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load parameters and buffers."""
-        self._served.load_state_dict(state)
 
 
 def _needs_gradient(leaf: Any) -> bool:
@@ -213,11 +201,7 @@ class RemoteModule(ProcessBound):
     ) -> Any:
         """Run the module on its owner.
 
-        Args:
-            args: The arguments of the module.
-            kwargs: Its keyword arguments.
-            is_training: Whether the output has gradients; None if the calling thread computes any.
-            timeout: Seconds.
+        ``is_training`` says whether the output has gradients; None if the calling thread computes any.
         """
         is_training = torch.is_grad_enabled() if is_training is None else is_training
         output, positions, graph = await self._use.call(
@@ -247,15 +231,13 @@ class RemoteModule(ProcessBound):
         """Clear the gradients of this process at the owner."""
         await self._use.call("zero_grad", timeout=timeout)
 
-    async def gradients(self, *, timeout: Timeout = None) -> Gradients:
+    async def gradients(self, *, timeout: Timeout = None) -> Tensors:
         """Return the gradients of this process, by the names of the parameters."""
-        found: Gradients = await self._use.call("gradients", timeout=timeout)
-        return found
+        return cast(Tensors, await self._use.call("gradients", timeout=timeout))
 
-    async def state_dict(self, *, timeout: Timeout = None) -> dict[str, torch.Tensor]:
+    async def state_dict(self, *, timeout: Timeout = None) -> Tensors:
         """Return a copy of the parameters and buffers."""
-        state: dict[str, torch.Tensor] = await self._use.call("state_dict", timeout=timeout)
-        return state
+        return cast(Tensors, await self._use.call("state_dict", timeout=timeout))
 
     async def load_state_dict(self, state: Mapping[str, torch.Tensor], *, timeout: Timeout = None) -> None:
         """Load parameters and buffers into the module, for all trainers."""
@@ -317,25 +299,21 @@ async def backward(loss: torch.Tensor, gradient: torch.Tensor | None = None) -> 
     await asyncio.wrap_future(future)
 
 
+@dataclass(eq=False)
 class _RemoteGraph:
     """The graph of one forward at the owner, from the trainer's side."""
 
-    def __init__(
-        self,
-        use: RemoteReference,
-        graph: RemoteReference,
-        loop: asyncio.AbstractEventLoop,
-        outputs: Sequence[torch.Tensor],
-    ) -> None:
-        self._use, self._graph, self._loop = use, graph, loop
-        self.outputs = outputs
+    use: RemoteReference
+    graph: RemoteReference
+    loop: asyncio.AbstractEventLoop
+    outputs: Sequence[torch.Tensor]
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run the backward at the owner, and wait for the gradients of the inputs."""
-        if asyncio._get_running_loop() is self._loop:
+        if asyncio._get_running_loop() is self.loop:
             raise LoopThreadError("backward through a remote module (await rpc.backward(loss) instead)")
-        calling = self._use.call("backward", self._graph, list(gradients))
-        found: list[torch.Tensor | None] = result_on(self._loop, calling)
+        calling = self.use.call("backward", self.graph, list(gradients))
+        found: list[torch.Tensor | None] = result_on(self.loop, calling)
         return found
 
 

@@ -64,8 +64,7 @@ Placing = Callable[[torch.Tensor, str], torch.Tensor]
 class SentReference(Protocol):
     """A `RemoteReference` in a value that is sent."""
 
-    def grant_to(self, channel: PeerChannel) -> None:
-        """Give the peer of a channel a hold on the object."""
+    def grant_to(self, channel: PeerChannel) -> None: ...
 
 
 class PackedValue(NamedTuple):
@@ -219,18 +218,11 @@ class _RefusingLender:
         raise _OnlyLoopPacks
 
 
-class _Discarding:
+class _Discarding(_Reading):
     """Takes the references out of a message whose tensors are not wanted."""
 
-    def __init__(self, references: Extension | None) -> None:
-        self._references = references
-
-    def encode(self, part: Any) -> Any:
-        return None
-
     def decode(self, stand_in: Any) -> Any:
-        kind, index, *_ = stand_in
-        return self._references.decode(index) if kind == _OTHER and self._references is not None else ...
+        return super().decode(stand_in) if stand_in[0] == _OTHER and self._references is not None else ...
 
 
 def _refuse_to_place(tensor: torch.Tensor, kind: str) -> torch.Tensor:
@@ -274,13 +266,7 @@ def run_aside(threads: DaemonThreadPool, work: Callable[[], Callback]) -> bool:
 
 
 class Carrier:
-    """Packs and unpacks the values of one session.
-
-    Args:
-        allow_pickle: Whether pickles are written and read.
-        references: Carries the references of the session; None for none.
-        place: Moves a tensor of host memory to the current device of a kind.
-    """
+    """Packs and unpacks the values of one session."""
 
     def __init__(self, *, allow_pickle: bool, references: Extension | None, place: Placing) -> None:
         self._allow_pickle, self._references, self._place = allow_pickle, references, place
@@ -380,7 +366,7 @@ class Carrier:
 
     def unpack_references(self, data: bytes | memoryview) -> Any:
         """Return a value without its tensors, for its references. Raises ProtocolError if it is damaged."""
-        discarding = _Discarding(self._references)
+        discarding = _Discarding((), self._references, _refuse_to_place)
         return unpack(data, allow_pickle=self._allow_pickle, extension=discarding, beside=None)
 
     def unpack_fast(self, data: bytes | memoryview, buffers: Sequence[Buffer]) -> Any:

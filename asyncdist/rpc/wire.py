@@ -1,20 +1,9 @@
-"""The messages of remote calls: msgpack lists that begin with their kind and the number of the call.
+"""The messages of remote calls: msgpack lists of the kind, a number, and the fields that docs/wire-formats.md lists.
 
-    CALL        number, name of the object or number of the reference, index, method, timeout or None,
-                [arguments, keyword arguments]
-    RESULT      number, value
-    ITEM        number, value                        of a stream
-    END         number                               of a stream
-    FAILED      number, failure, texts
-    CANCEL      number
-    CREDIT      number, count                        of further items that the caller takes
-    RELEASE     reference, count                     of holds that the sender returns
-    GRANT       reference, port                      to which the sender gives a hold
-    OFFER       offer, kind, back end, probe         to lend tensors of a device (see `asyncdist.rpc.loans`)
-    ANSWER      offer, reason                        of the refusal; empty if the offer is accepted
-    RETURNED    loan
-    DECLINED    loan, reason
-    LENT_BYTES  loan, reason                         why they do not come; empty if they are the buffers
+The number is that of the call, of the reference (RELEASE, GRANT), of the offer, or of the loan. A target is the name of an
+object or the number of a reference. CREDIT lets the callee send further items, RELEASE returns holds, GRANT names the port
+to which the sender gives a hold. An empty reason of an ANSWER accepts the offer; one of LENT_BYTES says that the content is
+in the buffers.
 
 A tensor in a value stands for a buffer of the message. If the arguments or the value are long, they are the first buffer of
 the message, and None stands in their place. A message with lent tensors ends with the number of their loan, and its last

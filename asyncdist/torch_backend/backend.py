@@ -18,8 +18,9 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.errors import UnsupportedError
 from asyncdist.groups import Group, NonMember, World, open_world
 from asyncdist.kernel import c10d_private, excluded_from_compile
+from asyncdist.torch_backend.call_forms import Start
 from asyncdist.torch_backend.no_group_yet import NoGroupYet
-from asyncdist.torch_backend.torch_group import NAME, Start, TorchGroup
+from asyncdist.torch_backend.torch_group import NAME, TorchGroup
 from asyncdist.torch_backend.torch_work import Work
 
 
@@ -27,9 +28,7 @@ from asyncdist.torch_backend.torch_work import Work
 class Backend(TorchGroup, c10d_private.Backend):  # type: ignore[misc]
     """A `Group` as a back end. C++ code gets a handle of each operation that can be waited on, and has a future.
 
-    Args:
-        group: The group.
-        world: The world to close with this back end; None if another one closes it.
+    It closes ``world``; None if another back end does.
 
     Attributes:
         started: The `Work` of the last operation that the current thread has started here, as ``started.work``.

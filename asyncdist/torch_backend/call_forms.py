@@ -16,12 +16,17 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as torch_distributed
 
+from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, Reduction, premul_sum
+from asyncdist.groups import Group
 from asyncdist.kernel import c10d_private
+from asyncdist.kernel.engine import work as started
 
 _TorchOp: Any = torch_distributed.ReduceOp
 
 T = TypeVar("T")
+Start = Callable[..., started.Work]
+"""Starts an operation of a group: one of its methods, or `Together`."""
 
 # By hash, which is the operation's number: reading the name of torch's objects, or comparing them, takes a microsecond.
 _BY_HASH: dict[int, ReduceOp] = {
@@ -140,3 +145,23 @@ def _nested(value: Any, depth: int) -> Any:
     if depth == 2 and value and isinstance(value[0], torch.Tensor):
         return [value]
     return value
+
+
+def single(items: Sequence[T]) -> T:
+    """Return the only item; otherwise the list itself, which the operation refuses with its own error."""
+    return items[0] if len(items) == 1 else cast(T, items)
+
+
+def method_of(group: Group, method: Start) -> Start:
+    """Return another group's method for a method of a group; for another function the function itself."""
+    return getattr(group, method.__name__) if isinstance(getattr(method, "__self__", None), Group) else method
+
+
+class Together:
+    """Starts several operations by one method of a group, and returns one Work for all of them."""
+
+    def __init__(self, start: Start, calls: Sequence[tuple[Any, ...]]) -> None:
+        self.start, self.calls = start, calls
+
+    def __call__(self, background: bool = True, timeout: Timeout = None) -> started.Work:
+        return started.joined([self.start(*call, background=background, timeout=timeout) for call in self.calls])

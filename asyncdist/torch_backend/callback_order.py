@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from asyncio import _get_running_loop
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,7 +51,7 @@ class CallbackOrder:
         """Run the callbacks of ``future`` in this order."""
         _orders[future] = self, False
 
-    def attach(self, original: AnyFunction, future: Any, callback: Callable[[Any], Any]) -> Any:
+    def attach(self, original: AnyFunction, future: Any, callback: AnyFunction) -> Any:
         """Run ``callback(future)`` when ``future`` is complete and the callbacks before it have returned.
 
         It runs in this thread if that is now the case, unless an event loop runs here: a callback may block.
@@ -149,7 +148,7 @@ def order_of(group: Group) -> CallbackOrder:
 # -- methods of torch's futures ---------------------------------------------------------------------
 
 
-def attach(original: AnyFunction, future: Any, callback: Callable[[Any], Any]) -> Any:
+def attach(original: AnyFunction, future: Any, callback: AnyFunction) -> Any:
     """Attach a callback, as ``then`` and ``add_done_callback`` do."""
     order = _orders.get(future)
     return original(future, callback) if order is None else order[0].attach(original, future, callback)

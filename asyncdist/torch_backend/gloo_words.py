@@ -18,36 +18,32 @@ def add_timeout(error: OperationTimeoutError) -> None:
 
 
 def add_monitored_barrier(error: GroupError, ranks: Sequence[int], rank: int, wait_all_ranks: bool) -> None:
-    """Add the words of a monitored barrier that failed on this rank.
+    """Add the words of a monitored barrier that failed on this rank; a MismatchError stays as it is.
 
     Args:
-        error: The error; a MismatchError stays as it is.
-        ranks: Global ranks of the group.
-        rank: This process's rank in the group.
+        ranks: Global ranks of the group, of which ``rank`` is the place of this process.
         wait_all_ranks: Name every missing rank, instead of the first one in the order of ranks.
     """
     if isinstance(error, MismatchError):
         return
-    numbering = "" if list(ranks) == list(range(len(ranks))) else "with the group's own rank numbers, "
+    words = "" if list(ranks) == list(range(len(ranks))) else "with the group's own rank numbers, "
     if rank != 0:
-        _add(
-            error,
-            f"{numbering}Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
-            "send/recv from rank 0. Please check rank 0 logs for faulty rank.",
+        words += (
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
+            "rank 0. Please check rank 0 logs for faulty rank."
         )
     elif isinstance(error, OperationTimeoutError) and error.timeout == 0 and not wait_all_ranks:
-        _add(
-            error,
-            "Rank 0 timed out in monitoredBarrier after 0 ms. No ranks successfully processed in monitoredBarrier.",
-        )
+        words = "Rank 0 timed out in monitoredBarrier after 0 ms. No ranks successfully processed in monitoredBarrier."
     elif isinstance(error, OperationTimeoutError):
         missing = sorted(ranks.index(each) for each in error.awaited)
         named = f"Ranks {', '.join(map(str, missing))}" if wait_all_ranks else f"Rank {missing[0]}"
-        limit = _milliseconds(error.timeout)
-        _add(error, f"{numbering}[Rank 0]: {named} failed to pass monitoredBarrier in {limit} ms")
+        words += f"[Rank 0]: {named} failed to pass monitoredBarrier in {_milliseconds(error.timeout)} ms"
     elif isinstance(error, PeerLostError):
         named = f"{'Ranks' if wait_all_ranks else 'Rank'} {ranks.index(error.peer)}"
-        _add(error, f"{numbering}[Rank 0]: {named} failed to pass monitoredBarrier")
+        words += f"[Rank 0]: {named} failed to pass monitoredBarrier"
+    else:
+        return
+    _add(error, words)
 
 
 def _milliseconds(seconds: float) -> int:

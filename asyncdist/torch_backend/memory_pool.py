@@ -40,13 +40,7 @@ class MemoryPool:
         self._kept_nbytes = self._lent_nbytes = self._most_nbytes = self._nbytes_so_far = 0
 
     def lend(self, nbytes: int) -> torch.Tensor:
-        """Return uninitialised memory, which returns to the pool with the last tensor that shares it.
-
-        Args:
-            nbytes: Size in bytes.
-
-        Returns:
-            A uint8 tensor of shape ``(nbytes,)``.
+        """Return an uninitialised uint8 tensor, whose memory returns to the pool with the last tensor that shares it.
 
         Raises:
             SharedMemoryError: Registered memory is full.

@@ -12,10 +12,7 @@ from asyncdist.kernel import Hook
 class NoGroupYet:
     """Takes the place of the group before the first call of `TorchGroup.reconfigure`. Its operations raise.
 
-    Args:
-        rank: The rank that torch was given.
-        size: The number of ranks that torch was given.
-        timeout: Default limit of the operations of the group to come, in seconds.
+    Rank and size are those that torch was given; ``timeout`` is that of the group to come, in seconds.
     """
 
     error = None

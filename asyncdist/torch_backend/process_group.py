@@ -189,7 +189,6 @@ if HAS_PYTHON_BACKENDS:
         "recv_anysource",
     ):  # fmt: skip
         setattr(ObservedProcessGroup, _name, _through_dispatcher(_name))
-    # torch's own methods of both names call methods of the earlier ones.
     # torch's own methods of both names call methods of the older ones.
     for _name in _OLDER_NAMES:
         setattr(ObservedProcessGroup, _name, getattr(_torch, _name))

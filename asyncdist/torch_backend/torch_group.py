@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -33,7 +33,7 @@ from asyncdist.groups import BackgroundCall, Group, World
 from asyncdist.kernel import DeviceWork, Hook, c10d_private, excluded_from_compile
 from asyncdist.kernel.engine import work as started
 from asyncdist.torch_backend import gloo_words
-from asyncdist.torch_backend.call_forms import any_form, reduction_of
+from asyncdist.torch_backend.call_forms import Start, Together, any_form, method_of, reduction_of, single
 from asyncdist.torch_backend.callback_order import CallbackOrder, order_of, running
 from asyncdist.torch_backend.memory_pool import MemoryPool
 from asyncdist.torch_backend.no_group_yet import NoGroupYet
@@ -44,15 +44,10 @@ NAME = "asyncdist"
 HAS_PYTHON_BACKENDS = hasattr(c10d_private.Backend, "split")
 """Whether Python classes can derive from ``c10d::Backend``: from torch 2.14 on."""
 
-T = TypeVar("T")
 Tensors = list[torch.Tensor]
 
 _NO_TIME = timedelta(0)
 """torch passes a negative timeout where the group's own timeout applies."""
-
-
-Start = Callable[..., started.Work]
-"""Starts an operation of a group: one of its methods."""
 
 
 @excluded_from_compile
@@ -89,11 +84,10 @@ class TorchGroup(ProcessBound):
         self._shared = shared
         self._coalesced: list[started.Work] | None = None
         self._hooks: dict[Any, tuple[Hook, dict[str, Any]]] = {}
-        self._abort_hooks: dict[int, Callback] = {}
         self._pool = MemoryPool()
         self._reconfiguration: Reconfiguration | None = None
         self._is_revocable = isinstance(group, NoGroupYet)
-        self._whole_of: Callable[[], TorchGroup | None] = weakref.ref(self)
+        self._whole_of: weakref.ref[TorchGroup] = weakref.ref(self)
         self._take(group)
 
     @property
@@ -150,9 +144,9 @@ class TorchGroup(ProcessBound):
         if outer is None:
             return start, self._order
         group, order = self._order.within(outer, self.group)
-        if isinstance(start, _Together):
-            return _Together(_method_of(group, start.start), start.calls), order
-        return _method_of(group, start), order
+        if isinstance(start, Together):
+            return Together(method_of(group, start.start), start.calls), order
+        return method_of(group, start), order
 
     def _background(self, start: Start, outputs: Tensors, limit: Timeout, *args: Any, **extra: Any) -> Work:
         work = start(*args, timeout=limit)
@@ -164,24 +158,24 @@ class TorchGroup(ProcessBound):
 
     @any_form
     def allreduce(self, tensors: Tensors, opts: Any) -> Work:
-        return self._run(self.group.all_reduce, tensors, opts, _single(tensors), reduction_of(opts.reduceOp))
+        return self._run(self.group.all_reduce, tensors, opts, single(tensors), reduction_of(opts.reduceOp))
 
     @any_form
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Work:
         op = reduction_of(opts.reduceOp)
         if len({tensor.dtype for tensor in tensors}) == 1:
             return self._run(self.group.all_reduce_coalesced, tensors, opts, tensors, op)
-        return self._run(_Together(self.group.all_reduce, [(tensor, op) for tensor in tensors]), tensors, opts)
+        return self._run(Together(self.group.all_reduce, [(tensor, op) for tensor in tensors]), tensors, opts)
 
     @any_form
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         op = reduction_of(opts.reduceOp)
-        return self._run(self.group.reduce, tensors, opts, _single(tensors), opts.rootRank, op)
+        return self._run(self.group.reduce, tensors, opts, single(tensors), opts.rootRank, op)
 
     @any_form
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Work:
         op = reduction_of(opts.reduceOp)
-        return self._run(self.group.reduce_scatter, outputs, opts, _single(outputs), _single(inputs), op)
+        return self._run(self.group.reduce_scatter, outputs, opts, single(outputs), single(inputs), op)
 
     @any_form
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
@@ -192,17 +186,17 @@ class TorchGroup(ProcessBound):
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
         op = reduction_of(opts.reduceOp)
         calls = [(output, tensor, op) for output, tensor in zip(outputs, inputs, strict=True)]
-        return self._run(_Together(self.group.reduce_scatter_single, calls), outputs, opts)
+        return self._run(Together(self.group.reduce_scatter_single, calls), outputs, opts)
 
     # -- data movement -------------------------------------------------------------------------
 
     @any_form
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
-        return self._run(self.group.broadcast, tensors, opts, _single(tensors), opts.rootRank)
+        return self._run(self.group.broadcast, tensors, opts, single(tensors), opts.rootRank)
 
     @any_form
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
-        return self._run(self.group.all_gather, _single(outputs), opts, _single(outputs), _single(inputs))
+        return self._run(self.group.all_gather, single(outputs), opts, single(outputs), single(inputs))
 
     @any_form
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
@@ -211,7 +205,7 @@ class TorchGroup(ProcessBound):
     @any_form
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
         calls = list(zip(outputs, inputs, strict=True))
-        return self._run(_Together(self.group.all_gather_single, calls), outputs, opts)
+        return self._run(Together(self.group.all_gather_single, calls), outputs, opts)
 
     @any_form
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
@@ -220,7 +214,7 @@ class TorchGroup(ProcessBound):
     @any_form
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
         into = outputs[0] if outputs else None
-        return self._run(self.group.gather, into or [], opts, _single(inputs), into, opts.rootRank)
+        return self._run(self.group.gather, into or [], opts, single(inputs), into, opts.rootRank)
 
     @any_form
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
@@ -232,7 +226,7 @@ class TorchGroup(ProcessBound):
     @any_form
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Work:
         source = inputs[0] if inputs else None
-        return self._run(self.group.scatter, outputs, opts, _single(outputs), source, opts.rootRank)
+        return self._run(self.group.scatter, outputs, opts, single(outputs), source, opts.rootRank)
 
     @any_form
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
@@ -281,11 +275,11 @@ class TorchGroup(ProcessBound):
     # -- point-to-point ------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
-        return self._background(self.group.send, [], None, _single(tensors), dst, tag)
+        return self._background(self.group.send, [], None, single(tensors), dst, tag)
 
     def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> Work:
         start = self.group.recv
-        return self._background(start, tensors, None, _single(tensors), src, tag, source=self.group.group_rank)
+        return self._background(start, tensors, None, single(tensors), src, tag, source=self.group)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         return self.recv(tensors, None, tag)
@@ -319,7 +313,6 @@ class TorchGroup(ProcessBound):
         return torch.empty(size, dtype=dtype, device=device)
 
     def new_window(self, tensor: torch.Tensor | None = None) -> object:
-        """Raise UnsupportedError."""
         raise UnsupportedError(
             "the back end asyncdist has no windows for one-sided access: use send and recv, or collectives"
         )
@@ -366,9 +359,6 @@ class TorchGroup(ProcessBound):
         Args:
             opts: torch's ``ReconfigureOptions``: ``uuid``, a number that each process uses once; ``handles``, a list in
                 order of rank, or a set; ``timeout``, None for that of the group; ``hints``, ignored.
-
-        Returns:
-            The handle of the call: wait for it, or await it.
 
         Raises:
             UnsupportedError: The process group has several back ends.
@@ -445,11 +435,10 @@ class TorchGroup(ProcessBound):
     def register_abort_hook(self, hook_id: int, hook: Callback) -> None:
         """Call ``hook`` when an operation of this group fails on this rank, and before `abort`; it may be called again."""
         self.unregister_abort_hook(hook_id)
-        self._abort_hooks[hook_id] = hook
         self._hook(hook_id, on_error=lambda _: hook())
 
     def unregister_abort_hook(self, hook_id: int) -> None:
-        if self._abort_hooks.pop(hook_id, None) is not None:
+        if hook_id in self._hooks:
             self._hooks.pop(hook_id)[0].remove()
 
     def get_error(self) -> Any:
@@ -486,8 +475,9 @@ class TorchGroup(ProcessBound):
         torch never calls `shutdown` on a group that it has aborted. With ``enable_reconfigure=True`` the rank stays in
         the world, for `reconfigure`.
         """
-        for hook in list(self._abort_hooks.values()):
-            hook()
+        for _, functions in list(self._hooks.values()):
+            if "on_error" in functions:
+                functions["on_error"](None)
         reason = "torch.distributed aborted the process group"
         self.group.abort(reason)
         self._order.abort(reason)
@@ -499,23 +489,3 @@ class TorchGroup(ProcessBound):
 
     def __repr__(self) -> str:
         return f"<asyncdist {self.group!r}>"
-
-
-def _single(items: Sequence[T]) -> T:
-    """Return the only item; otherwise the list itself, which the operation refuses with its own error."""
-    return items[0] if len(items) == 1 else cast(T, items)
-
-
-def _method_of(group: Group, method: Callable[..., T]) -> Callable[..., T]:
-    """Return another group's method for a method of a group; for another function the function itself."""
-    return getattr(group, method.__name__) if isinstance(getattr(method, "__self__", None), Group) else method
-
-
-class _Together:
-    """Starts several operations by one method of a group, and returns one Work for all of them."""
-
-    def __init__(self, start: Start, calls: Sequence[tuple[Any, ...]]) -> None:
-        self.start, self.calls = start, calls
-
-    def __call__(self, background: bool = True, timeout: Timeout = None) -> started.Work:
-        return started.joined([self.start(*call, background=background, timeout=timeout) for call in self.calls])

@@ -41,11 +41,6 @@ class Store(ProcessBound, torch_distributed.Store):  # type: ignore[misc,name-de
         _open.add(self)
 
     @property
-    def underlying(self) -> base.Store:
-        """The asyncdist store."""
-        return self._store
-
-    @property
     def host(self) -> str | None:
         """The host of the store's server, None without a server."""
         return getattr(self._store, "host", None)

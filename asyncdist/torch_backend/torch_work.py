@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as torch_distributed
 
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import OperationTimeoutError
+from asyncdist.groups import Group
 from asyncdist.kernel import DeviceWork, call_in_thread, excluded_from_compile
 from asyncdist.kernel.engine import work as started
 from asyncdist.torch_backend import gloo_words
@@ -33,7 +34,7 @@ class Work(ProcessBound, torch_distributed.Work):
     Args:
         work: The operation.
         outputs: The tensors that it writes; `result` and the future return them.
-        source: For a receive, maps the sender's global rank to its rank in the group.
+        source: The group of a receive.
         order: The order of the callbacks of its future; None for a message.
     """
 
@@ -45,14 +46,11 @@ class Work(ProcessBound, torch_distributed.Work):
         self,
         work: started.Work,
         outputs: list[torch.Tensor],
-        source: Callable[[Any], int] | None = None,
+        source: Group | None = None,
         order: CallbackOrder | None = None,
     ) -> None:
         super().__init__()
-        self._work = work
-        self._outputs = outputs
-        self._source = source
-        self._order = order
+        self._work, self._outputs, self._source, self._order = work, outputs, source, order
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def wait(self, timeout: timedelta = _NONE) -> bool:
@@ -104,7 +102,7 @@ class Work(ProcessBound, torch_distributed.Work):
     def _source_rank(self) -> int:
         """Return the sender's rank in the group, for a receive from any rank."""
         sender = self._work.result()
-        return sender if self._source is None else self._source(sender)
+        return sender if self._source is None else self._source.group_rank(sender)
 
     source_rank = _source_rank
 

@@ -28,6 +28,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from asyncdist.cli.machine import processor
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 BACKENDS = ("asyncdist", "gloo")
@@ -275,25 +277,14 @@ def page(outcomes: dict[Case, dict[str, Outcome]]) -> str:
                 failures.append(f"- {case.library}, {case.what}, on {backend}: {outcome.reason}")
     libraries = dict.fromkeys(case.library for case in outcomes)
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in libraries)
-    model = next(
-        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor(),
-    )
     system = f"{platform.system()} {platform.release().split('-')[0]}"
     return PAGE.format(
         torch=importlib.metadata.version("torch"), python=platform.python_version(),
-        machine=f"{os.cpu_count()} cores of {model}, {system}",
+        machine=f"{os.cpu_count()} cores of {processor()}, {system}",
         versions=f"The libraries are {versions}", rows="\n".join(rows),
         tolerance=TOLERANCE,
         failures="".join(["\n## Failures\n\n", "\n".join(failures), "\n"]) if failures else "",
     )  # fmt: skip
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
 
 
 def run_all(cases: Sequence[Case], folder: Path, console: Console) -> dict[Case, dict[str, Outcome]]:

@@ -34,10 +34,6 @@ ENDINGS = {
 }
 
 
-def outcomes_of(case, folder):
-    return [run.run_case(case, backend, folder, folder / backend) for backend in run.BACKENDS]
-
-
 @pytest.fixture
 def write_case(tmp_path):
     """Write a program with one of `ENDINGS`; return its case."""
@@ -51,22 +47,16 @@ def write_case(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
-def test_equal_results_on_both_back_ends(write_case, tmp_path):
-    case = write_case("equal")
-    ours, theirs = outcomes_of(case, tmp_path)
+@pytest.mark.parametrize(("ending", "found"), [("equal", ""), ("different", "[0].name[0]: asyncdist instead of gloo")])
+def test_results_on_both_back_ends_are_compared(write_case, tmp_path, ending, found):
+    case = write_case(ending)
+    ours, theirs = (run.run_case(case, backend, tmp_path, tmp_path / backend) for backend in run.BACKENDS)
     assert (ours.reason, theirs.reason) == ("", "")
-    assert ours.results == ({"total": [3.0]}, {"total": [3.0]})
-    assert run.compare(ours, theirs) == ""
+    assert [each["total"] for each in ours.results] == [[3.0]] * 2
+    assert run.compare(ours, theirs) == found
     assert "import asyncdist" not in (tmp_path / "gloo" / "program.py").read_text()
-    assert "| torch | equal | passed | passed | equal |" in run.page({case: {"asyncdist": ours, "gloo": theirs}})
-
-
-@pytest.mark.exhaustive
-@pytest.mark.processes
-def test_results_that_differ_are_named(write_case, tmp_path):
-    case = write_case("different")
-    ours, theirs = outcomes_of(case, tmp_path)
-    assert run.compare(ours, theirs) == "[0].name[0]: asyncdist instead of gloo"
+    page = run.page({case: {"asyncdist": ours, "gloo": theirs}})
+    assert f"| torch | {ending} | passed | passed | {found or 'equal'} |" in page
 
 
 @pytest.mark.exhaustive

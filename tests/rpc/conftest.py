@@ -1,5 +1,6 @@
 """Jobs at a store server, and sessions of this process."""
 
+import asyncio
 import contextlib
 
 import pytest
@@ -90,6 +91,10 @@ def lent_by(loans):
 def tasks_of(lending):
     """Return what still copies or waits for a device."""
     return lending._tasks
+
+
+async def hear(process, expected):
+    assert await asyncio.to_thread(process.hear) == expected
 
 
 async def read_into(found, stream):

@@ -262,6 +262,7 @@ def wait_until_told():
 def test_shutdown_of_another_thread_ends_one_that_waits(monkeypatch):
     waits = threading.Event()
     monkeypatch.setattr(startup, "Deadline", SimpleNamespace(after=lambda limit: waits.set() or Deadline.after(limit)))
+    told.clear()
     begin_alone()
     rpc.rpc_async("alone", wait_until_told)
     patient = threading.Thread(target=rpc.shutdown)

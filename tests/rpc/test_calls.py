@@ -2,7 +2,6 @@
 
 import asyncio
 import builtins
-import contextlib
 import functools
 import gc
 import re
@@ -251,37 +250,29 @@ class Echoing:
         return 3
 
 
-@contextlib.contextmanager
-def held_back(monkeypatch, name):
-    """Let each value that a thread packs or reads wait until the test continues; yield the events of both."""
-    begun, go_on = threading.Event(), threading.Event()
-    function = getattr(Carrier, name)
+@pytest.fixture
+def held_back(monkeypatch):
+    """Let each value that a thread packs or reads wait until the test continues: return the events of both."""
+    go_on = threading.Event()
 
-    def slowly(*args):
-        begun.set()
-        assert go_on.wait(60)
-        return function(*args)
+    def held_back(name):
+        begun, function = threading.Event(), getattr(Carrier, name)
 
-    monkeypatch.setattr(Carrier, name, slowly)
-    yield begun, go_on
+        def slowly(*args):
+            begun.set()
+            assert go_on.wait(60)
+            return function(*args)
+
+        monkeypatch.setattr(Carrier, name, slowly)
+        return begun, go_on
+
+    yield held_back
     go_on.set()
 
 
-@pytest.fixture
-def slow_reading(monkeypatch):
-    with held_back(monkeypatch, "unpack_aside") as events:
-        yield events
-
-
-@pytest.fixture
-def slow_packing(monkeypatch):
-    with held_back(monkeypatch, "pack_aside") as events:
-        yield events
-
-
 @pytest.mark.parametrize("way", ["arguments", "result"])
-async def test_long_value_is_read_while_the_loop_goes_on(serving, slow_reading, eventually, way):
-    reading, go_on = slow_reading
+async def test_long_value_is_read_while_the_loop_goes_on(serving, held_back, eventually, way):
+    reading, go_on = held_back("unpack_aside")
     async with serving(Echoing()) as it:
         long = it.send() if way == "result" else it.count(LONG)
         await eventually(reading.is_set)
@@ -294,14 +285,14 @@ async def test_long_value_is_read_while_the_loop_goes_on(serving, slow_reading, 
         assert await other == 3
 
 
-async def test_later_items_of_a_stream_wait_for_one_that_is_being_read(serving, slow_reading, eventually):
+async def test_later_items_of_a_stream_wait_for_one_that_is_being_read(serving, held_back, eventually):
     class Source(Echoing):
         async def items(self):
             for value in (1, LONG, 2, [*LONG, 3], 4):
                 yield value
             raise ValueError("the end")
 
-    reading, go_on = slow_reading
+    reading, go_on = held_back("unpack_aside")
     async with serving(Source()) as it:
         found = []
         task = asyncio.ensure_future(read_into(found, it.items()))
@@ -317,8 +308,8 @@ async def test_later_items_of_a_stream_wait_for_one_that_is_being_read(serving, 
 
 
 @pytest.mark.parametrize("end", ["cancel", "close"])
-async def test_value_that_is_being_read_when_its_call_ends_is_dropped(serving, slow_reading, eventually, end):
-    reading, go_on = slow_reading
+async def test_value_that_is_being_read_when_its_call_ends_is_dropped(serving, held_back, eventually, end):
+    reading, go_on = held_back("unpack_aside")
     async with serving(Echoing()) as it:
         call = it.send()
         await eventually(reading.is_set)
@@ -348,9 +339,9 @@ class Log:
 
 @pytest.mark.each_loop
 async def test_later_calls_wait_for_long_arguments_that_are_being_packed_while_the_loop_goes_on(
-    serving, slow_packing, eventually
+    serving, held_back, eventually
 ):
-    packing, go_on = slow_packing
+    packing, go_on = held_back("pack_aside")
     served = Log()
     async with serving(served) as it:
         await it.note(0)
@@ -368,9 +359,9 @@ async def test_later_calls_wait_for_long_arguments_that_are_being_packed_while_t
 
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
 async def test_call_that_ends_while_its_arguments_are_being_packed_does_not_run(
-    serving, slow_packing, eventually, overdue, end
+    serving, held_back, eventually, overdue, end
 ):
-    packing, go_on = slow_packing
+    packing, go_on = held_back("pack_aside")
     served, later = Log(), []
     async with serving(served) as it:
 
@@ -394,8 +385,8 @@ async def test_call_that_ends_while_its_arguments_are_being_packed_does_not_run(
         assert num_open(it) == 0
 
 
-async def test_session_that_closes_ends_calls_whose_arguments_are_being_packed(serving, slow_packing, eventually):
-    packing, go_on = slow_packing
+async def test_session_that_closes_ends_calls_whose_arguments_are_being_packed(serving, held_back, eventually):
+    packing, go_on = held_back("pack_aside")
     served = Log()
     async with serving(served) as it:
         calls = [it.note(LONG) for _ in range(4)]
@@ -608,15 +599,6 @@ async def test_value_that_cannot_be_pickled_is_named_where_pickles_are_allowed(s
             it.make(lambda: 1)
 
 
-async def test_argument_that_cannot_be_carried_is_refused_before_anything_is_sent(serving):
-    echo = Echo()
-    async with serving(echo) as it:
-        with pytest.raises(UsageError, match=r"it.note\(\) at process"):
-            it.note(object())
-        await it.note(1)
-        assert echo.log == [1]
-
-
 class Wrapper(torch.Tensor):
     """A tensor without memory of its own, as DTensor is."""
 
@@ -769,15 +751,6 @@ async def test_calls_of_one_caller_to_one_object_begin_in_their_order(serving):
         assert echo.log == expected
 
 
-async def test_coroutines_of_one_object_run_concurrently(serving, eventually):
-    echo = Echo()
-    async with serving(echo) as it:
-        calls = [it.wait(number) for number in range(10)]
-        await eventually(lambda: len(echo.log) == 10)
-        echo.go_on.set()
-        assert await asyncio.gather(*calls) == list(range(10))
-
-
 # -- credits --------------------------------------------------------------------------------------------
 
 
@@ -842,3 +815,21 @@ async def test_damaged_call_ends_the_channel_of_its_caller_only(serving, job):
         with pytest.raises(rpc.CalleeLostError):
             await it.echo(1)
         assert await friend.echo(1) == 1
+
+
+async def test_argument_that_cannot_be_carried_is_refused_before_anything_is_sent(serving):
+    echo = Echo()
+    async with serving(echo) as it:
+        with pytest.raises(UsageError, match=r"it.note\(\) at process"):
+            it.note(object())
+        await it.note(1)
+        assert echo.log == [1]
+
+
+async def test_coroutines_of_one_object_run_concurrently(serving, eventually):
+    echo = Echo()
+    async with serving(echo) as it:
+        calls = [it.wait(number) for number in range(10)]
+        await eventually(lambda: len(echo.log) == 10)
+        echo.go_on.set()
+        assert await asyncio.gather(*calls) == list(range(10))

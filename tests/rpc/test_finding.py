@@ -152,22 +152,16 @@ async def test_cancelled_call_to_all_cancels_all(job):
             await each.cancelled.wait()
 
 
-async def test_watch_tells_who_comes_and_goes(job):
-    async with connect(job) as session, session.watch("it") as changes:
-        async with serve({"it": Member(0)}, job, rank=5):
-            come = await anext(changes)
-            assert come.record.about["rank"] == 5
-        gone = await anext(changes)
-        assert (gone.id, gone.record) == (come.id, None)
-
-
-async def test_limit_that_passes_before_a_change_does_not_end_a_watch(job):
+async def test_watch_tells_who_comes_and_goes_also_after_a_limit_that_passed(job):
     async with connect(job) as session, session.watch("it") as changes:
         for _ in range(2):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(anext(changes), 0.01)
         async with serve({"it": Member(0)}, job, rank=5):
-            assert (await anext(changes)).record.about["rank"] == 5
+            come = await anext(changes)
+            assert come.record.about["rank"] == 5
+        gone = await anext(changes)
+        assert (gone.id, gone.record) == (come.id, None)
 
 
 @contextlib.asynccontextmanager
@@ -280,11 +274,6 @@ async def test_call_on_another_loop_is_refused(job):
     assert repr(session).endswith("not open>")
 
 
-def test_objects_without_names_are_refused():
-    with pytest.raises(UsageError, match="served under names, and Member is not a dict of objects"):
-        rpc.serve(Member(0), "asyncdist://127.0.0.1:1/test")
-
-
 async def test_call_of_a_plain_method_that_arrives_while_the_session_ends_is_lost_quietly(job):
     class Plain:
         def run(self):
@@ -304,15 +293,6 @@ async def test_call_of_a_plain_method_that_arrives_while_the_session_ends_is_los
         with pytest.raises(rpc.CalleeLostError, match="its session has ended"):
             await late
     assert failures == []
-
-
-async def test_object_calls_its_caller_back(job):
-    class Server:
-        async def ask(self, name):
-            return await (await rpc.find(name)).who()
-
-    async with serve({"server": Server()}, job), serve({"client": Member(9)}, job):
-        assert await (await rpc.find("server")).ask("client") == 9
 
 
 async def test_session_that_is_not_open_says_so(job):
@@ -336,6 +316,8 @@ async def test_session_that_is_not_open_says_so(job):
 async def test_without_a_session_or_with_wrong_arguments_nothing_is_done(job):
     with pytest.raises(UsageError, match="no session for remote calls is open on this loop"):
         await rpc.find("it")
+    with pytest.raises(UsageError, match="served under names, and Member is not a dict of objects"):
+        serve(Member(0), job)
     with pytest.raises(UsageError, match="names that are texts"):
         serve({3: Member(0)}, job)
     with pytest.raises(UsageError, match="no object is served under the name 'it'"):
@@ -346,9 +328,6 @@ async def test_without_a_session_or_with_wrong_arguments_nothing_is_done(job):
     async with session:
         with pytest.raises(UsageError, match="entered once"):
             await session.__aenter__()
-
-
-async def test_process_with_another_token_is_refused(job):
     with pytest.raises(AuthenticationError, match="the store refused the token"):
         async with rpc.connect(job, config=Config(token="another")):
             raise AssertionError
@@ -363,3 +342,17 @@ async def test_served_objects_are_found_again_in_the_store_that_follows_a_lost_o
         async with rpc.connect(job) as newcomer:
             assert await (await newcomer.find("it")).who() == 3
     await server.close()
+
+
+def test_objects_without_names_are_refused():
+    with pytest.raises(UsageError, match="served under names, and Member is not a dict of objects"):
+        rpc.serve(Member(0), "asyncdist://127.0.0.1:1/test")
+
+
+async def test_object_calls_its_caller_back(job):
+    class Server:
+        async def ask(self, name):
+            return await (await rpc.find(name)).who()
+
+    async with serve({"server": Server()}, job), serve({"client": Member(9)}, job):
+        assert await (await rpc.find("server")).ask("client") == 9

@@ -9,7 +9,7 @@ import torch
 from asyncdist import rpc
 from asyncdist.config import Config
 from asyncdist.rpc import session as session_module
-from tests.rpc.conftest import caller_of, lent_by, tasks_of
+from tests.rpc.conftest import caller_of, hear, lent_by, tasks_of
 from tests.support.device_tensors import OnDevice
 from tests.support.shared_device import SharedLending
 
@@ -24,10 +24,6 @@ def _pretended(monkeypatch):
     monkeypatch.setattr(session_module, "DeviceLending", SharedLending)
     monkeypatch.setattr(SharedLending, "all", [])
     monkeypatch.setattr(OnDevice, "num_to_host", 0)
-
-
-async def hear(process, expected):
-    assert await asyncio.get_running_loop().run_in_executor(None, process.hear) == expected
 
 
 @pytest.fixture

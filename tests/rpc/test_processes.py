@@ -9,7 +9,7 @@ import torch
 from asyncdist import rpc
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
-from tests.rpc.conftest import num_open
+from tests.rpc.conftest import hear, num_open
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_served.py"
@@ -26,10 +26,6 @@ def start(nursery, job):
         return process
 
     return start
-
-
-async def hear(process, expected):
-    assert await asyncio.get_running_loop().run_in_executor(None, process.hear) == expected
 
 
 @both_ways
@@ -139,15 +135,3 @@ async def test_many_calls_to_a_stopped_process_all_end(start, job, host):
         assert not outcomes[9999].may_have_run
         assert num_open(worker) == 0
         process.resume()
-
-
-async def test_call_that_was_answered_before_the_callee_died_is_complete(start, job):
-    process = await start()
-    async with rpc.connect(job, config=Config(timeout=60.0)):
-        worker = await rpc.find("worker")
-        answered = worker.echo(5)
-        await asyncio.wait([answered])
-        process.kill()
-        process.wait()
-        await asyncio.sleep(0.01)
-        assert await answered == 5

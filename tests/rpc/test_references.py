@@ -231,7 +231,6 @@ async def test_reference_passed_on_before_the_holder_has_connected_keeps_the_obj
         assert await last.kept.call("add", 5) == 5
         last.kept = None
         await eventually(lambda: owner.num_alive == 0)
-        assert serving.references.num_owned == 0
 
 
 async def test_release_does_not_look_at_other_objects(job):
@@ -285,7 +284,7 @@ def steps_of(call):
 
 async def test_many_passes_of_one_reference_leave_no_hold(job, eventually):
     owner, holder = Owner(), Owner()
-    async with serve({"owner": owner}, job) as serving, serve({"holder": holder}, job), connect(job) as session:
+    async with serve({"owner": owner}, job), serve({"holder": holder}, job), connect(job) as session:
         thing = await (await session.find("owner")).make()
         third = await session.find("holder")
         await asyncio.gather(*[third.keep(thing) for _ in range(50)], *[third.drop() for _ in range(50)])
@@ -299,9 +298,7 @@ async def test_many_passes_of_one_reference_leave_no_hold(job, eventually):
         await third.drop()
         del thing
         holder.kept = None
-        gc.collect()
-        await eventually(lambda: serving.references.num_owned == 0)
-        assert owner.num_alive == 0
+        await eventually(lambda: owner.num_alive == 0)
 
 
 async def test_reference_whose_owner_ended_raises(job):

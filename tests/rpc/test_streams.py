@@ -59,18 +59,14 @@ async def test_items_arrive_in_order_and_the_stream_ends(serving):
         assert num_open(it) == 0
 
 
-async def test_awaited_call_of_a_stream_returns_it(serving):
-    async with serving(Source()) as it:
-        stream = await it.count(3)
-        assert [number async for number in stream] == [0, 1, 2]
-
-
-async def test_blocking_loop_over_a_stream_is_refused(serving):
+async def test_stream_is_awaited_or_iterated_over_asynchronously_and_a_value_is_no_stream(serving):
     async with serving(Source()) as it:
         call = it.count(3)
         with pytest.raises(UsageError, match=r"it\.count\(\) returns a call: .* with `async for`"):
             list(call)
-        assert [number async for number in call] == [0, 1, 2]
+        assert [number async for number in await call] == [0, 1, 2]
+        with pytest.raises(UsageError, match=r"it.value\(\) returns a value and is no async generator: await it"):
+            await read_into([], it.value())
 
 
 async def test_long_items_are_sent_before_the_generator_goes_on(serving):
@@ -184,9 +180,3 @@ async def test_deadline_limits_the_whole_stream(serving, overdue):
         error = await overdue(lambda limit: read_into(found, it.stuck(timeout=limit)), lambda: found)
         assert f"within {error.timeout:g} s" in str(error)
         assert found == [1]
-
-
-async def test_value_is_no_stream(serving):
-    async with serving(Source()) as it:
-        with pytest.raises(UsageError, match=r"it.value\(\) returns a value and is no async generator: await it"):
-            await read_into([], it.value())

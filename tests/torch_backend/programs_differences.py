@@ -88,12 +88,3 @@ def success_of_a_pending_work(rank, world):
             dist.send(torch.zeros(1), dst=peer)
     work.wait()
     return [(before, False), (work.is_success(), True), (value._version > version, True)]
-
-
-def meta_tensor(rank, world):
-    """A tensor without values is refused by name on the rank that passes it."""
-    try:
-        dist.all_reduce(torch.ones(2, device="meta"))
-    except RuntimeError as error:
-        return [("no transport here carries tensors on meta" in str(error), True)]
-    return [("no error", "an error")]

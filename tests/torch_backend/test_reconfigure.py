@@ -25,11 +25,20 @@ class Members:
         self.start = start
         self.processes = []
 
-    def add(self, number, *arguments):
-        """Start processes that open a process group without members."""
+    def add(self, number, *arguments, uuid=None):
+        """Start processes that open a process group without members; with a ``uuid`` they make it that of all of them."""
         new = list(range(len(self.processes), len(self.processes) + number))
         self.processes += [self.start() for _ in new]
         assert self("open", *arguments, among=new) == [None] * number
+        if uuid is not None:
+            self.reconfigure(uuid, new)
+
+    def meet(self, number, meeting):
+        """Start processes that meet in the usual way."""
+        self.processes = [self.start() for _ in range(number)]
+        for rank in range(number):
+            self.tell("open", rank, number, meeting, False, among=[rank])
+        self.answers(range(number))
 
     def tell(self, command, *arguments, among):
         for each in among:
@@ -41,8 +50,10 @@ class Members:
         assert all(outcome == "done" for outcome, _ in heard), heard
         return [answer for _, answer in heard]
 
-    def failures(self, among, kind, *words):
-        """Check that commands have raised errors of this kind with these words."""
+    def failures(self, among, kind, *words, of=()):
+        """Check that commands, or those that this tells, raise errors of this kind with these words."""
+        if of:
+            self.tell(*of, among=among)
         heard = [self.processes[each].hear() for each in among]
         assert all(kind in outcome and all(word in text for word in words) for outcome, text in heard), heard
 
@@ -81,8 +92,7 @@ def sum_of(size):
 
 @reconfigures
 def test_killed_member_is_replaced_by_a_process_that_was_never_in_a_world_with_the_others(members):
-    members.add(3)
-    members.reconfigure(1, [0, 1, 2])
+    members.add(3, uuid=1)
     assert members("total", among=[0, 1, 2]) == [6.0] * 3
     members.tell("total", among=[0, 2])
     members.kill(1)
@@ -98,8 +108,7 @@ def test_killed_member_is_replaced_by_a_process_that_was_never_in_a_world_with_t
 
 @reconfigures
 def test_survivors_keep_their_connections(members):
-    members.add(4)
-    members.reconfigure(1, [0, 1, 2, 3])
+    members.add(4, uuid=1)
     (world,) = set(members("world", among=[0, 1, 2, 3]))
     members.tell("total", among=[0, 1, 3])
     members.kill(2)
@@ -155,12 +164,12 @@ def test_members_killed_at_any_time_leave_the_group_to_all_survivors_or_to_none(
 
 @reconfigures
 def test_member_that_is_killed_among_connected_members_fails_all_of_them(members):
-    members.add(3)
-    members.reconfigure(1, [0, 1, 2])
+    members.add(3, uuid=1)
     handles = members("handle", among=[0, 1, 2])
     members.kill(2)
-    members.tell("reconfigure", 2, handles, among=[0, 1])
-    members.failures([0, 1], "RendezvousError", "rank 2", "was lost before the group was complete")
+    members.failures(
+        [0, 1], "RendezvousError", "rank 2", "was lost before the group was complete", of=("reconfigure", 2, handles)
+    )
     # They dial each other again, and the group before has not changed.
     assert members("rank", among=[0, 1]) == [(0, 3), (1, 3)]
     members.reconfigure(3, [0, 1])
@@ -172,11 +181,9 @@ def test_member_that_is_killed_among_connected_members_fails_all_of_them(members
 def test_stopped_member_joins_again_when_it_continues(nursery, transport):
     environment = {"ASYNCDIST_TRANSPORT": transport, "ASYNCDIST_HEARTBEAT": "0.5"}
     members = Members(lambda: nursery.start(PROGRAM, "serve", environment=environment))
-    members.add(3)
-    members.reconfigure(1, [0, 1, 2])
+    members.add(3, uuid=1)
     members.processes[1].stop()
-    members.tell("total", among=[0, 2])
-    members.failures([0, 2], "PeerLostError", "no heartbeat")
+    members.failures([0, 2], "PeerLostError", "no heartbeat", of=("total",))
     members.reconfigure(2, [0, 2])
     members.processes[1].resume()
     members.reconfigure(3, [0, 1, 2])
@@ -186,13 +193,11 @@ def test_stopped_member_joins_again_when_it_continues(nursery, transport):
 
 @reconfigures
 def test_excluded_member_gets_an_error_and_goes_on_with_others(members):
-    members.add(4)
-    members.reconfigure(1, [0, 1, 2, 3])
+    members.add(4, uuid=1)
     assert members("start", "all_reduce", among=[2, 3]) == [1, 1]
     handles = members("handle", among=[0, 1])
     members("reconfigure", 2, handles, among=[0, 1])
-    members.tell("wait", among=[2, 3])
-    members.failures([2, 3], "GroupAbortedError", "goes on in another group")
+    members.failures([2, 3], "GroupAbortedError", "goes on in another group", of=("wait",))
     members.reconfigure(3, [3, 2])
     assert members("total", among=[0, 1, 2, 3]) == [3.0] * 4
     # All of them meet again.
@@ -203,14 +208,12 @@ def test_excluded_member_gets_an_error_and_goes_on_with_others(members):
 
 @reconfigures
 def test_group_is_reconfigured_after_an_abort(members):
-    members.add(2)
-    members.reconfigure(1, [0, 1])
+    members.add(2, uuid=1)
     assert members("start", "all_reduce", among=[0]) == [1]
     # The hook is called by both aborts.
     for hooks, error in members("abort", among=[0, 1]):
         assert (hooks[:1], error) == (["called"], "SUCCESS")
-    members.tell("wait", among=[0])
-    members.failures([0], "GroupAbortedError")
+    members.failures([0], "GroupAbortedError", of=("wait",))
     members.reconfigure(2, [0, 1])
     assert members("total", among=[0, 1]) == [3.0] * 2
     assert members("timeout", among=[0, 1]) == [60.0] * 2
@@ -231,10 +234,7 @@ def test_set_of_handles_assigns_the_same_ranks_on_all_members(members):
 
 @reconfigures
 def test_group_that_met_as_usual_is_reconfigured_with_a_newcomer(members, tmp_path):
-    members.processes = [members.start() for _ in range(2)]
-    for rank in range(2):
-        members.tell("open", rank, 2, f"file://{tmp_path}/meeting", False, among=[rank])
-    members.answers([0, 1])
+    members.meet(2, f"file://{tmp_path}/meeting")
     assert members("supports", among=[0, 1]) == [True] * 2
     assert members("total", among=[0, 1]) == [3.0] * 2
     members.add(1, 0, 1, f"file://{tmp_path}/other")
@@ -247,8 +247,9 @@ def test_group_that_met_as_usual_is_reconfigured_with_a_newcomer(members, tmp_pa
 def test_mistakes_are_refused_and_change_nothing(members):
     members.add(2)
     for command in ("total", "world"):
-        members.tell(command, among=[0])
-        members.failures([0], "NotInitializedError", "call torch.distributed._reconfigure() on every member")
+        members.failures(
+            [0], "NotInitializedError", "call torch.distributed._reconfigure() on every member", of=(command,)
+        )
     assert members("rank", among=[0]) == [(0, 1)]
     mine, other = members("handle", among=[0, 1])
     mistakes = [
@@ -258,15 +259,12 @@ def test_mistakes_are_refused_and_change_nothing(members):
         (1, [mine, mine], "two of the handles are of one process"),
     ]
     for uuid, handles, message in mistakes:
-        members.tell("reconfigure", uuid, handles, among=[0])
-        members.failures([0], "UsageError", message)
+        members.failures([0], "UsageError", message, of=("reconfigure", uuid, handles))
     members.reconfigure(1, [0])
-    members.tell("reconfigure", 1, [mine], among=[0])
-    members.failures([0], "UsageError", "the uuid 1 was already used by this process")
+    members.failures([0], "UsageError", "the uuid 1 was already used by this process", of=("reconfigure", 1, [mine]))
     alone = members("handle", among=[0])
     members.reconfigure(2, [0, 1])
-    members.tell("reconfigure", 3, alone, among=[0])
-    members.failures([0], "UsageError", "exchange the handles again")
+    members.failures([0], "UsageError", "exchange the handles again", of=("reconfigure", 3, alone))
     assert members("total", among=[0, 1]) == [3.0] * 2
     members.end([0, 1])
 
@@ -275,11 +273,10 @@ def test_mistakes_are_refused_and_change_nothing(members):
 def test_member_that_does_not_call_is_named_after_the_timeout(members):
     members.add(2)
     handles = members("handle", among=[0, 1])
-    members.tell("reconfigure", 1, handles, 0.5, among=[0])
-    members.failures([0], "RendezvousTimeoutError", "missing 1")
+    members.failures([0], "RendezvousTimeoutError", "missing 1", of=("reconfigure", 1, handles, 0.5))
     members.reconfigure(2, [0, 1])
-    members.tell("reconfigure", 3, members("handle", among=[0, 1]), 0.5, among=[1])
-    members.failures([1], "OperationTimeoutError", "rank")
+    handles = members("handle", among=[0, 1])
+    members.failures([1], "OperationTimeoutError", "rank", of=("reconfigure", 3, handles, 0.5))
     members.end([0, 1])
 
 
@@ -289,10 +286,7 @@ def test_member_that_does_not_call_is_named_after_the_timeout(members):
 @pytest.fixture
 def world(members, tmp_path):
     """Four members that have met in the usual way."""
-    members.processes = [members.start() for _ in range(4)]
-    for rank in range(4):
-        members.tell("open", rank, 4, f"file://{tmp_path}/meeting", False, among=[rank])
-    members.answers([0, 1, 2, 3])
+    members.meet(4, f"file://{tmp_path}/meeting")
     return members
 
 
@@ -318,8 +312,7 @@ def test_default_group_shrinks_to_the_survivors_on_their_connections(world):
 def test_living_rank_is_excluded_and_pending_operations_are_aborted(world):
     assert world("start", "all_reduce", among=[0, 1, 2]) == [1] * 3
     assert world("shrink", [2, 3], 1, among=[0, 1]) == [("ProcessGroup", rank, 2, True) for rank in range(2)]
-    world.tell("wait", among=[0, 1, 2])
-    world.failures([0, 1, 2], "GroupAbortedError", "SHRINK_ABORT")
+    world.failures([0, 1, 2], "GroupAbortedError", "SHRINK_ABORT", of=("wait",))
     assert world("total", among=[0, 1]) == [3.0] * 2
     world.end([0, 1, 2, 3])
 
@@ -336,8 +329,7 @@ def test_subgroup_shrinks_and_the_default_group_stays(world):
 @pytest.mark.exhaustive
 def test_lost_rank_that_is_not_excluded_is_named_on_all_others(world):
     world.kill(3)
-    world.tell("shrink", [1], among=[0, 2])
-    world.failures([0, 2], "RendezvousError", "rank 2 (3) was lost")
+    world.failures([0, 2], "RendezvousError", "rank 2 (3) was lost", of=("shrink", [1]))
     assert world("shrink", [1, 3], among=[0, 2]) == [("ProcessGroup", rank, 2, True) for rank in range(2)]
     assert world("total", among=[0, 2]) == [3.0] * 2
     world.end([0, 1, 2])

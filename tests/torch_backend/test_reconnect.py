@@ -11,7 +11,7 @@ from asyncdist.base.background_loop import background_loop
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store import StoreServer, TCPStore
 from asyncdist.store.protocol import operations
-from asyncdist.torch_backend.rendezvous.url_handler import rendezvous
+from asyncdist.torch_backend.rendezvous import url_handler
 from asyncdist.torchrun import handler
 from tests.support.daemon import started
 from tests.support.faults import Proxy
@@ -87,17 +87,26 @@ def test_idle_ranks_reconnect_and_keep_their_ephemeral_keys(daemon, nursery, unt
     ended(*ranks)
 
 
-def as_a_rank(endpoint):
-    store, _, _ = next(rendezvous(f"asyncdist://{endpoint}/job?rank=0&world_size=1"))
+def as_a_rank(endpoint, monkeypatch):
+    daemons = []
+
+    def leased_store(*args):
+        store, daemon = real(*args)
+        daemons.append(daemon)
+        return store, daemon
+
+    real = url_handler.leased_store
+    monkeypatch.setattr(url_handler, "leased_store", leased_store)
+    store, _, _ = next(url_handler.rendezvous(f"asyncdist://{endpoint}/job?rank=0&world_size=1"))
 
     def leave():
         store.close()
-        store.underlying.underlying_store.close()
+        daemons[0].close()
 
     return store, leave
 
 
-def as_an_agent(endpoint):
+def as_an_agent(endpoint, monkeypatch):
     agent = handler()(RendezvousParameters("asyncdist", endpoint, "job", 1, 1))
     return agent._store, agent.shutdown
 
@@ -108,7 +117,7 @@ def test_keys_of_a_job_survive_while_it_reconnects(stay, monkeypatch, until):
     server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     with Proxy("127.0.0.1", server.port) as proxy, TCPStore(*proxy.address) as other:
         host, port = proxy.address
-        store, leave = stay(f"{host}:{port}")
+        store, leave = stay(f"{host}:{port}", monkeypatch)
         store.set("step", "41")
         other.set("of another", "", ephemeral=True)
         proxy.clog()
@@ -126,7 +135,7 @@ def test_keys_of_a_job_survive_while_it_reconnects(stay, monkeypatch, until):
 def test_lost_store_is_told_once(stay, monkeypatch, until, caplog):
     monkeypatch.setenv("ASYNCDIST_STORE_RECONNECT", "0.1")
     server = background_loop().run(StoreServer.start("127.0.0.1", 0))
-    store, leave = stay(f"127.0.0.1:{server.port}")
+    store, leave = stay(f"127.0.0.1:{server.port}", monkeypatch)
     background_loop().run(server.close())
     until(lambda: "start the job again" in caplog.text)
     assert "torchrun/job/" in caplog.text or "'job/" in caplog.text
@@ -136,9 +145,9 @@ def test_lost_store_is_told_once(stay, monkeypatch, until, caplog):
     assert caplog.text.count("start the job again") == 1
 
 
-def test_store_that_its_rank_closes_is_not_told(until, caplog):
+def test_store_that_its_rank_closes_is_not_told(monkeypatch, until, caplog):
     server = background_loop().run(StoreServer.start("127.0.0.1", 0))
-    _, leave = as_a_rank(f"127.0.0.1:{server.port}")
+    _, leave = as_a_rank(f"127.0.0.1:{server.port}", monkeypatch)
     (keeper,) = (thread for thread in threading.enumerate() if thread.name == "asyncdist-lease")
     leave()
     keeper.join()

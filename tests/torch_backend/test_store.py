@@ -15,8 +15,13 @@ MOMENT = timedelta(milliseconds=50)
 
 
 @pytest.fixture(params=["memory", "tcp"])
-def store(request):
-    inner = HashStore() if request.param == "memory" else TCPStore("127.0.0.1", 0, is_master=True)
+def inner(request):
+    """The asyncdist store below `store`."""
+    return HashStore() if request.param == "memory" else TCPStore("127.0.0.1", 0, is_master=True)
+
+
+@pytest.fixture
+def store(inner):
     store = Store(inner)
     yield store
     store.close()
@@ -53,8 +58,8 @@ def test_wait_for_a_missing_key_times_out_and_names_the_key(face):
         face.wait(["never"], MOMENT)
 
 
-def test_set_timeout_applies_to_every_blocking_operation(store, face):
-    store.underlying.set_timeout(60.0)
+def test_set_timeout_applies_to_every_blocking_operation(inner, store, face):
+    inner.set_timeout(60.0)
     face.set_timeout(MOMENT)
     assert store.timeout == MOMENT
     for ask in (lambda: face.get("never"), lambda: face.wait(["never"]), lambda: face.multi_get(["never"])):
@@ -89,10 +94,8 @@ def test_queue_list_keys_barrier_and_clone(store):
 
 
 def test_prefix_store_keeps_its_underlying_store_alive():
-    below = Store(HashStore())
-    prefixed = dist.PrefixStore("prefix", below)
-    alive = below.underlying
-    del below
+    alive = HashStore()
+    prefixed = dist.PrefixStore("prefix", Store(alive))
     gc.collect()
     prefixed.set("k", "v")
     assert alive.get("prefix/k") == b"v"

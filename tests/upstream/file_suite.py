@@ -89,11 +89,6 @@ def describe_asyncdist(folder: Path) -> None:
     common.C10D_BACKENDS = tuple(entries)
 
 
-def load(path: Path) -> list[unittest.TestCase]:
-    """Import the file; return its tests. A file that cannot be imported has one test, which fails with the reason."""
-    return list(cases_of(unittest.defaultTestLoader.loadTestsFromName(path.stem)))
-
-
 def main(backend: str, path: str, *names: str) -> int:
     """Run the tests; return 1 if one failed."""
     with lines_on_stdout() as output:
@@ -107,7 +102,8 @@ def main(backend: str, path: str, *names: str) -> int:
         sys.path.insert(0, str(Path(path).parent))
         if backend == "asyncdist":
             describe_asyncdist(Path(path).parent)
-        cases = load(Path(path))
+        # A file that cannot be imported has one test, which fails with the reason.
+        cases = list(cases_of(unittest.defaultTestLoader.loadTestsFromName(Path(path).stem)))
         if backend == "--list":
             print("\n".join(map(short_name, cases)), file=output, flush=True)
             return 0

@@ -1,12 +1,59 @@
-"""The text of docs/conformance.md, from the outcomes."""
+"""The outcomes of one version of torch, kept in a file of JSON lines, and the text of docs/conformance.md from them."""
 
 import collections
+import json
 import os
 import platform
 import re
 from pathlib import Path
 
-from record import BACKENDS, OUTCOMES, Record, Result
+from asyncdist.cli.machine import processor
+
+BACKENDS = ("asyncdist", "gloo")
+OUTCOMES = ("passed", "failed", "skipped")
+
+Result = dict[str, str | float | int]
+"""What `outcome_writer.py` writes at the end of a test, with the ``source`` of the test."""
+Results = dict[str, Result]
+
+
+class Record:
+    """The outcomes by suite, back end and test.
+
+    Attributes:
+        results: The results of a test by its name, by suite and back end.
+        path: The file. It need not exist yet.
+    """
+
+    def __init__(self, path: Path, fresh: bool = False) -> None:
+        self.path = path
+        self.results: dict[tuple[str, str], Results] = {}
+        if path.exists() and not fresh:
+            for line in path.read_text(encoding="utf-8").splitlines():
+                suite, backend, result = json.loads(line)
+                self.of(suite, backend)[result["test"]] = result
+        elif fresh:
+            path.unlink(missing_ok=True)
+
+    def of(self, suite: str, backend: str) -> Results:
+        """Return the results of a suite on a back end; changes are not written."""
+        return self.results.setdefault((suite, backend), {})
+
+    def add(self, suite: str, backend: str, result: Result) -> None:
+        """Keep a result, and append it to the file."""
+        self.of(suite, backend)[str(result["test"])] = result
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            print(json.dumps([suite, backend, result]), file=file)
+
+    def suites(self) -> list[str]:
+        """Return the names of the suites of which a test has run, in the order in which they ran."""
+        return list(dict.fromkeys(suite for (suite, _), results in self.results.items() if results))
+
+    def count(self, suite: str, backend: str, outcome: str) -> int:
+        """Return how many tests have this outcome."""
+        return sum(result["outcome"] == outcome for result in self.of(suite, backend).values())
+
 
 PAGE = """\
 # Conformance with torch's own tests
@@ -90,9 +137,10 @@ def page(records: dict[str, Record]) -> str:
         comparison = f"These tests fail, or have different outcomes:\n\n{header}" + "\n".join(differing)
     newest = list(records)[-1]
     reasons = "\n".join(f"| {reason} | {count} |" for reason, count in _skips(records[newest]).most_common())
+    system = f"{platform.system()} {platform.release().split('-')[0]}"
     return PAGE.format(
-        python=platform.python_version(), machine=_machine(), counts="\n".join(rows), comparison=comparison,
-        newest=newest, reasons=reasons,
+        python=platform.python_version(), machine=f"{os.cpu_count()} cores of {processor()}, {system}",
+        counts="\n".join(rows), comparison=comparison, newest=newest, reasons=reasons,
     )  # fmt: skip
 
 
@@ -134,11 +182,3 @@ def _skips(record: Record) -> collections.Counter[str]:
 def _reason(result: Result) -> str:
     reason = str(result["reason"]).splitlines()[0].rstrip(".")
     return "an issue of torch" if re.fullmatch(r"https?://\S+", reason) else reason
-
-
-def _machine() -> str:
-    processor = platform.processor()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), processor)
-    return f"{os.cpu_count()} cores of {processor}, {platform.system()} {platform.release().split('-')[0]}"

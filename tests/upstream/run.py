@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from page import page
-from record import BACKENDS, OUTCOMES, Record, Result
+from page import BACKENDS, OUTCOMES, Record, Result, page
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table

@@ -48,9 +48,6 @@ def test_checkout_is_read_instead_of_the_network(repository, tmp_path):
     assert files.obtain("test_present.py") == repository / FOLDER / "test_present.py"
     assert files.obtain("test_absent.py") is None
     assert not (tmp_path / "cache").exists()
-
-
-def test_folder_that_is_no_checkout_is_an_error(tmp_path):
     with pytest.raises(SourceError, match=f"has no folder {FOLDER}: pass a checkout of pytorch at v2.15.0"):
         UpstreamFiles("v2.15.0", tmp_path, source=tmp_path).obtain("test_own.py")
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from asyncdist.rpc.blocking import functions
 from asyncdist.rpc.blocking.agent import TensorPipeRpcBackendOptions, WorkerInfo
-from asyncdist.rpc.blocking.calls import rpc_async, rpc_sync
-from asyncdist.rpc.blocking.rrefs import RRef, remote
+from asyncdist.rpc.blocking.calls import RRef, remote, rpc_async, rpc_sync
 from asyncdist.rpc.blocking.startup import BackendType, get_worker_info, init_rpc, is_available, shutdown
 from asyncdist.rpc.blocking.training import BlockingRemoteModule as RemoteModule
 from asyncdist.rpc.blocking.training import DistributedOptimizer

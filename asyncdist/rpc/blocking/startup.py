@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
+from collections.abc import Mapping
 from math import inf
 from typing import Any
 
@@ -17,19 +19,12 @@ from asyncdist.errors import (
     PeerLostError,
     StoreConnectionError,
     StoreTimeoutError,
+    UnsupportedError,
     UsageError,
 )
 from asyncdist.rendezvous import meet
-from asyncdist.rpc.blocking.agent import (
-    RpcAgent,
-    TensorPipeRpcBackendOptions,
-    WorkerInfo,
-    check_device_maps,
-    current_agent,
-    has_agent,
-    set_agent,
-)
-from asyncdist.rpc.blocking.stand_ins import arrived, ready
+from asyncdist.rpc.blocking import agent as agents
+from asyncdist.rpc.blocking.agent import RpcAgent, TensorPipeRpcBackendOptions, WorkerInfo, current_agent
 from asyncdist.rpc.blocking.workers import FunctionRunner
 from asyncdist.rpc.session import RpcSession
 
@@ -66,43 +61,50 @@ def init_rpc(
         RendezvousTimeoutError: Not every worker came in time.
     """
     options = rpc_backend_options or TensorPipeRpcBackendOptions()
-    check_device_maps(options.device_maps)
+    _check_device_maps(options.device_maps)
     if not _lock.acquire(blocking=False):
         raise AlreadyInitializedError("another call of init_rpc() in this process waits for the other workers")
     try:
-        if has_agent():
+        if agents.this is not None:
             raise AlreadyInitializedError("the RPC agent exists: call shutdown() first")
         background_loop().run(_open(name, rank, world_size, options))
     finally:
         _lock.release()
 
 
+def _check_device_maps(device_maps: Mapping[str, Mapping[Any, Any]]) -> None:
+    """Raise UnsupportedError for a map to a device other than the first."""
+    for name, device_map in device_maps.items():
+        for source, target in device_map.items():
+            # torch's options have made devices of numbers.
+            if str(target) not in ("0", "cpu", "cuda:0") or (str(target) == "cpu") != (str(source) == "cpu"):
+                raise UnsupportedError(
+                    f"the device map of {name!r} sends tensors of device {source} to device {target}, and they arrive on "
+                    "the current device of their kind: leave the map out, and call torch.cuda.set_device() in the "
+                    "function, or tensor.to(device)"
+                )
+
+
 async def _open(name: str, rank: int, world_size: int | None, options: Any) -> None:
     config = Config.from_environment()
-    meeting = await meet(options.init_method, rank=rank, world_size=world_size, name="rpc", config=config)
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        meeting = await meet(options.init_method, rank=rank, world_size=world_size, name="rpc", config=config)
+        stack.push_async_callback(meeting.close)
         names = [json.loads(each) for each in await meeting.exchange(json.dumps(name).encode())]
         if len(set(names)) < len(names):
             raise UsageError(f"the workers need different names, and have {', '.join(names)}")
-        runner = FunctionRunner(int(options.num_worker_threads), arrived, ready)
+        runner = FunctionRunner(int(options.num_worker_threads))
         own = config.with_(token=meeting.token or config.token, allow_pickle=True)
-        session = RpcSession({_WORKER: runner}, meeting.store, rank=meeting.rank, config=own)
-        await session.__aenter__()
-        try:
-            agent = RpcAgent(meeting, session, runner, float(options.rpc_timeout))
-            agent.infos = [WorkerInfo(each, number) for number, each in enumerate(names)]
-            agent.workers = list(await session.find_all(_WORKER, count=meeting.world_size))
-            agent.ports = {worker.owner_id: number for number, worker in enumerate(agent.workers)}
-            # Functions that others call need the agent. Nobody calls a worker that has not found the others.
-            set_agent(agent)
-            await meeting.exchange(b"")
-        except BaseException:
-            set_agent(None)
-            await session.__aexit__()
-            raise
-    except BaseException:
-        await meeting.close()
-        raise
+        session = await stack.enter_async_context(
+            RpcSession({_WORKER: runner}, meeting.store, rank=meeting.rank, config=own)
+        )
+        infos = [WorkerInfo(each, number) for number, each in enumerate(names)]
+        workers = await session.find_all(_WORKER, count=meeting.world_size)
+        # Functions that others call need the agent. Nobody calls a worker that has not found the others.
+        stack.callback(setattr, agents, "this", None)
+        agents.this = RpcAgent(meeting, session, runner.threads, float(options.rpc_timeout), infos, workers)
+        await meeting.exchange(b"")
+        stack.pop_all()
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
@@ -117,13 +119,13 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         PeerLostError: A worker ended, or died, without calling this. The agent of this process has ended.
         StoreTimeoutError: The timeout passed. The agent of this process has ended.
     """
-    if has_agent():
+    if agents.this is not None:
         background_loop().run(_close(graceful, timeout or None))
 
 
 async def _close(graceful: bool, timeout: Timeout) -> None:
     # Agents come and go on this loop.
-    if not has_agent():
+    if agents.this is None:
         return
     agent = current_agent()
     try:
@@ -144,10 +146,10 @@ async def _close(graceful: bool, timeout: Timeout) -> None:
 async def _end(agent: RpcAgent) -> None:
     try:
         await agent.session.__aexit__()
-        agent.runner.pool.shutdown(wait=False)
+        agent.threads.shutdown(wait=False)
         await agent.meeting.close()
     finally:
-        set_agent(None)
+        agents.this = None
 
 
 async def _until_all(agent: RpcAgent, stage: str, deadline: Deadline) -> None:
@@ -158,7 +160,7 @@ async def _until_all(agent: RpcAgent, stage: str, deadline: Deadline) -> None:
     complete: asyncio.Future[None] | None = None
     try:
         async with asyncio.timeout(deadline.remaining_or_none()):
-            while agent.runner.num_running or agent.num_open:  # noqa: ASYNC110
+            while agent.num_open:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await store.set(keys[own], b"1")
             complete = store.wait(keys, timeout=inf)

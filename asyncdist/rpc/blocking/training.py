@@ -8,9 +8,8 @@ takes the place of ``dist_autograd.backward(context, [loss])``, and no context i
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,11 +17,8 @@ from torch import nn
 from asyncdist.base.background_loop import background_loop
 from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.rpc.blocking.agent import UNSET_TIMEOUT, WorkerInfo, current_agent
-from asyncdist.rpc.blocking.calls import counted, create, started
-from asyncdist.rpc.blocking.rrefs import RRef
-from asyncdist.rpc.blocking.stand_ins import Referring
-from asyncdist.rpc.references import RemoteReference
-from asyncdist.rpc.training import RemoteModule, RemoteOptimizer, ServedModule
+from asyncdist.rpc.blocking.calls import Referred, Referring, RRef, call, counted, started
+from asyncdist.rpc.training import RemoteModule, RemoteOptimizer, ServedModule, Tensors
 
 
 class BlockingRemoteModule(Referring, nn.Module, kind=ServedModule.__qualname__):
@@ -56,15 +52,14 @@ class BlockingRemoteModule(Referring, nn.Module, kind=ServedModule.__qualname__)
         rank = name.removeprefix("rank:")
         info = current_agent().info(int(rank) if rank != name else name)
         made = [module_cls, list(args or ()), dict(kwargs or {}), device or "cpu"]
-        self._info, self._reference = info, create(info, "serve_module", made, UNSET_TIMEOUT)
+        self._info = info
+        self._reference = background_loop().submit(call(info, "serve_module", made, UNSET_TIMEOUT))
         self._attaching: asyncio.Future[RemoteModule] | None = None
         # The constructor raises what that of the module raises.
         self._reference.result()
 
     @classmethod
-    def standing_for(
-        cls, info: WorkerInfo, reference: concurrent.futures.Future[RemoteReference]
-    ) -> BlockingRemoteModule:
+    def standing_for(cls, info: WorkerInfo, reference: Referred) -> BlockingRemoteModule:
         """Make the module of another process that has arrived here."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
@@ -97,15 +92,13 @@ class BlockingRemoteModule(Referring, nn.Module, kind=ServedModule.__qualname__)
         self.training = mode
         return self
 
-    def gradients(self) -> dict[str, torch.Tensor]:
+    def gradients(self) -> Tensors:
         """Return the gradients of this process, by the names of the parameters; `DistributedOptimizer.step` clears them."""
-        found: dict[str, torch.Tensor] = self._call("gradients")
-        return found
+        return cast(Tensors, self._call("gradients"))
 
-    def remote_state_dict(self) -> dict[str, torch.Tensor]:
+    def remote_state_dict(self) -> Tensors:
         """Return a copy of the parameters and buffers."""
-        state: dict[str, torch.Tensor] = self._call("state_dict")
-        return state
+        return cast(Tensors, self._call("state_dict"))
 
     def load_remote_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load parameters and buffers into the module, for all trainers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from asyncdist.base.callables import AnyFunction
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.kernel import torch_private
+from asyncdist.rpc.blocking.calls import Held, arrived, counted, ready, value_of
 from asyncdist.rpc.failures import RaisedByFunction
 from asyncdist.rpc.references import RemoteReference
 from asyncdist.rpc.session import current_session
@@ -31,29 +32,22 @@ class FunctionRunner:
 
     Args:
         threads: The most functions that run at a time.
-        arrived: Called with each argument, which it may replace.
-        leaving: Called with each result, which it may replace.
     """
 
-    def __init__(self, threads: int, arrived: Callable[[Any], Any], leaving: Callable[[Any], Awaitable[Any]]) -> None:
-        self._arrived, self._leaving = arrived, leaving
-        self.pool = DaemonThreadPool("asyncdist-rpc-worker", threads, idle_timeout=5.0)
-        self.num_running = 0
+    def __init__(self, threads: int) -> None:
+        self.threads = DaemonThreadPool("asyncdist-rpc-worker", threads, idle_timeout=5.0)
 
     async def run(self, function: AnyFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function in a thread, and return its result."""
-        return await self._leaving(await self._call(function, args, kwargs))
+        return await ready(await self._call(function, args, kwargs))
 
     async def _call(self, function: AnyFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        args, kwargs = self._arrived(list(args)), self._arrived(dict(kwargs))
-        self.num_running += 1
-        try:
-            result = await asyncio.get_running_loop().run_in_executor(
-                self.pool, _run, lambda: function(*args, **kwargs)
-            )
-            return await _result_of(result) if hasattr(function, ASYNC_EXECUTION) else result
-        finally:
-            self.num_running -= 1
+        return await counted(self._run(function, arrived(list(args)), arrived(dict(kwargs))))
+
+    async def _run(self, function: AnyFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(self.threads, _run, lambda: function(*args, **kwargs))
+        return await _result_of(result) if hasattr(function, ASYNC_EXECUTION) else result
 
     async def create(self, function: AnyFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteReference:
         """Run a function in a thread, and return a reference to its result."""
@@ -87,20 +81,7 @@ class FunctionRunner:
 
     async def get(self, reference: RemoteReference) -> Any:
         """Return the object itself."""
-        return await self._leaving(value_of(reference))
-
-
-class Held:
-    """An object that workers refer to. It keeps equal small objects, such as numbers, apart."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def value_of(reference: RemoteReference) -> Any:
-    """Return the object of a reference of this process."""
-    held = reference.local_value()
-    return held.value if isinstance(held, Held) else held
+        return await ready(value_of(reference))
 
 
 async def _result_of(future: Any) -> Any:

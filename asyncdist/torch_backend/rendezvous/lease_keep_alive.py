@@ -13,27 +13,27 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError
-from asyncdist.store import TCPStore
+from asyncdist.store import PrefixStore, TCPStore
 from asyncdist.store.protocol import operations
+from asyncdist.torch_backend.torch_store import Store
 
 log = logging.getLogger("asyncdist")
 
 
-def connect_with_long_lease(host: str, port: int, timeout: Timeout) -> TCPStore:
-    """Connect to the daemon with a lease that lasts at least as long as the client tries to reconnect.
+def leased_store(host: str, port: int, prefix: str, timeout: Timeout) -> tuple[Store, TCPStore]:
+    """Connect to the daemon; return a store of the keys below ``prefix``, which has a lease, and the connection.
 
-    With a shorter lease, all ranks of a job could reconnect in time and find the job's keys deleted.
-
-    Args:
-        host: Host name or address of the daemon.
-        timeout: Seconds after which an operation on the store fails.
+    The lease lasts at least as long as the client tries to reconnect. With a shorter one, all ranks of a job could
+    reconnect in time and find the job's keys deleted. ``timeout`` limits each operation on the store, in seconds.
     """
     config = Config.from_environment()
     lease = max(config.store_lease, config.store_reconnect)
-    return TCPStore(host, port, timeout=timeout, config=config.with_(store_lease=lease))
+    daemon = TCPStore(host, port, timeout=timeout, config=config.with_(store_lease=lease))
+    _LeaseKeepAlive(daemon, f"{prefix}/")
+    return Store(PrefixStore(prefix, daemon)), daemon
 
 
-class LeaseKeepAlive(threading.Thread):
+class _LeaseKeepAlive(threading.Thread):
     """Keeps the lease on ``prefix`` while ``daemon`` is open, with the other processes of a job.
 
     A blocking client notices a broken connection only in its next call, which may come after its lease has expired.
@@ -46,15 +46,13 @@ class LeaseKeepAlive(threading.Thread):
 
     def __init__(self, daemon: TCPStore, prefix: str) -> None:
         super().__init__(name="asyncdist-lease", daemon=True)
-        self._daemon = daemon
-        self._prefix = prefix
-        self._never = f"{prefix}\0never"
+        self._daemon, self._prefix = daemon, prefix
         daemon.request(operations.acquire_lease(prefix), math.inf)
         self.start()
 
     def run(self) -> None:
         try:
-            self._daemon.wait([self._never], math.inf)
+            self._daemon.wait([f"{self._prefix}\0never"], math.inf)
         except AsyncdistError as error:
             if not self._daemon.connection.is_closed:
                 log.error(

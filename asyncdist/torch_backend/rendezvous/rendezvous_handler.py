@@ -17,10 +17,10 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from asyncdist.store import PrefixStore, TCPStore
+from asyncdist.store import TCPStore
 from asyncdist.store.client.connect import accepts_c10d_clients
 from asyncdist.store.protocol import operations
-from asyncdist.torch_backend.rendezvous.lease_keep_alive import LeaseKeepAlive, connect_with_long_lease
+from asyncdist.torch_backend.rendezvous.lease_keep_alive import leased_store
 from asyncdist.torch_backend.torch_store import Store
 
 log = logging.getLogger("asyncdist")
@@ -32,12 +32,10 @@ _PROBE_TIMEOUT = 5.0
 def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """Return a handler that uses the daemon at ``parameters.endpoint``; StoreConnectionError if no daemon answers."""
     host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=DEFAULT_PORT)
-    daemon = connect_with_long_lease(host, port, parameters.get_as_int("read_timeout", 60))
     # Quoted, slashes included, so that no job's prefix contains another job's keys.
     name = f"torchrun/{quote(parameters.run_id, safe='')}"
     # The keys of an earlier run of this job are deleted before the lease is granted, unless one of its agents is there.
-    LeaseKeepAlive(daemon, f"{name}/")
-    store = Store(PrefixStore(name, daemon))
+    store, daemon = leased_store(host, port, name, parameters.get_as_int("read_timeout", 60))
     agents = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
     return DaemonHandler(agents, daemon, store, f"{name}/rounds/{secrets.token_hex(8)}/")
 
@@ -51,14 +49,11 @@ class DaemonHandler(RendezvousHandler):
     """
 
     def __init__(self, agents: DynamicRendezvousHandler, daemon: TCPStore, store: Store, round_prefix: str) -> None:
-        self._agents = agents
+        self._agents, self._daemon, self._store, self._round_prefix = agents, daemon, store, round_prefix
+        self._probed = False
         # Without these two attributes torch's handler starts a store server, without authentication, in the first agent.
         agents._bootstrap_store_info = RendezvousStoreInfo(daemon.host, daemon.port)
         agents._shared_tcp_store_server = store
-        self._daemon = daemon
-        self._store = store
-        self._round_prefix = round_prefix
-        self._probed = False
 
     def get_backend(self) -> str:
         return "asyncdist"

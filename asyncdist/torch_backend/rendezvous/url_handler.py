@@ -16,8 +16,7 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config
 from asyncdist.kernel import c10d_private
 from asyncdist.rendezvous import meet
-from asyncdist.store import PrefixStore
-from asyncdist.torch_backend.rendezvous.lease_keep_alive import LeaseKeepAlive, connect_with_long_lease
+from asyncdist.torch_backend.rendezvous.lease_keep_alive import leased_store
 from asyncdist.torch_backend.torch_store import Store
 
 SCHEME = "asyncdist"
@@ -41,12 +40,10 @@ def rendezvous(url: str, timeout: Timeout = None, **ignored: Any) -> Iterator[tu
     """
     rank, world_size, world_id = background_loop().run(_agree(url, timeout))
     parts = urlsplit(url)
-    daemon = connect_with_long_lease(
-        parts.hostname or "", parts.port or 0, seconds(timeout, Config.from_environment().timeout)
-    )
     world = f"{quote(unquote(parts.path.strip('/')), safe='')}/{world_id}"
-    LeaseKeepAlive(daemon, f"{world}/")
-    yield Store(PrefixStore(world, daemon)), rank, world_size
+    limit = seconds(timeout, Config.from_environment().timeout)
+    store, _ = leased_store(parts.hostname or "", parts.port or 0, world, limit)
+    yield store, rank, world_size
     raise RuntimeError(f"{SCHEME}:// creates one world per call: call init_process_group again")
 
 
