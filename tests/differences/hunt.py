@@ -41,8 +41,6 @@ MODULES = ("torch", "torch.nn.parallel", "asyncdist.sync", "asyncdist.ddp", "asy
            "tests.differences.training")  # fmt: skip
 _LIMITS = {"asyncdist": 20.0, "gloo": 1.5}
 """Seconds after which a collective fails."""
-_CHUNK = 200
-"""Programs of one kind in a row."""
 KINDS = {"collectives": (collectives, 5), "training": (trainings(), 1), "stores": (stores, 3)}
 """What is drawn, and in how many of so many chunks."""
 
@@ -234,6 +232,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=None, help="of the first chunk (default: random)")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of " + ", ".join(KINDS))
+    parser.add_argument("--examples", type=int, default=200, help="programs of one kind in a row: a chunk")
+    parser.add_argument("--chunks", type=int, default=None, help="end after so many, also before the time is over")
     parser.add_argument("--out", type=Path, default=Path("out/differences.json"))
     given = parser.parse_args()
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
@@ -241,10 +241,12 @@ def main() -> int:
     tally, failures, until = Tally(), 0, time.monotonic() + given.seconds
     shown = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, contenders(Path(folder)) as rivals:
-        while time.monotonic() < until:
+        for number in itertools.count():
+            if time.monotonic() > until or number == given.chunks:
+                break
             kind = next(turns)
             try:
-                hunt(kind, rivals, tally, examples=_CHUNK, seed=seed, until=until)
+                hunt(kind, rivals, tally, examples=given.examples, seed=seed, until=until)
             except (OursIsWrong, hypothesis.errors.Flaky) as wrong:
                 failures += 1
                 print(f"\nWRONG, {kind}, seed {seed}: {wrong}\n", flush=True)

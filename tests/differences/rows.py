@@ -250,6 +250,15 @@ def compare_set_of_an_absent_key(side: Side) -> str:
         return f"returns `{bytes(answer)!r}`, {stored}"
 
 
+@row(STORES, "`set_timeout` of a store below a `PrefixStore` that was made before")
+def timeout_of_a_prefix(side: Side) -> str:
+    with _closed(side.stores.HashStore()) as client:
+        prefixed = side.stores.PrefixStore("prefix", client)
+        before = prefixed.timeout
+        client.set_timeout(timedelta(seconds=17))
+        return "does not change it: it has its own" if prefixed.timeout == before else "changes both"
+
+
 @row(STORES, "`HashStore.add` to an empty text")
 def add_to_a_text(side: Side) -> str:
     with _closed(side.stores.HashStore()) as client:

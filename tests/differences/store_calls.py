@@ -35,8 +35,9 @@ def run(program: StoreProgram, client: Any) -> list[Any]:
     num_before = client.num_keys()
     for call in program.calls:
         try:
-            client.set_timeout(_SHORT if call.name in ("get", "multi_get") else _LIMIT)
-            answer = _answer(prefixed if call.prefix else client, call)
+            called = prefixed if call.prefix else client
+            called.set_timeout(_SHORT if call.name in ("get", "multi_get") else _LIMIT)
+            answer = _answer(called, call)
             answers.append(answer - num_before if call.name == "num_keys" else _plain(answer))
         except Exception as error:
             is_named = isinstance(error, AsyncdistError | TypeError | ValueError | dist.DistError)

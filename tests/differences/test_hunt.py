@@ -1,13 +1,13 @@
 """The rows of docs/differences.md on both sides, a short hunt, and what the hunt calls wrong."""
 
 import json
-import time
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from tests.differences import record, reference, store_calls
-from tests.differences.hunt import KINDS, Tally, contenders, hunt
 from tests.differences.programs import Collectives, Step, StoreCall, StoreProgram, Tensor
 from tests.differences.rows import ROWS
 
@@ -34,12 +34,15 @@ def test_row_says_what_both_sides_do(sides, name):
 
 
 def test_programs_at_random_find_no_fault(tmp_path):
-    tally = Tally()
-    with contenders(tmp_path) as rivals:
-        for kind in KINDS:
-            hunt(kind, rivals, tally, examples=25, seed=int(time.time()), until=time.monotonic() + 60)
-    assert set(tally.programs) == set(KINDS)
-    assert not [outcome for outcome in tally.outcomes if outcome[1] == "asyncdist wrong"]
+    # In a process of its own: each server of torch's TCPStore leaves a pipe open.
+    hunt, out = record.HERE / "hunt.py", tmp_path / "differences.json"
+    done = subprocess.run(
+        [sys.executable, hunt, "--examples", "25", "--chunks", "9", "--seconds", "60", "--out", out],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    programs = json.loads(out.read_text())["programs"]
+    assert set(programs) == {"collectives", "training", "stores"}
 
 
 SUM = Collectives("torch", "first two", False, (Step("all_reduce", Tensor("float32", (2,))),))
