@@ -13,7 +13,7 @@ BIN    := $(VENV)/bin
 LIBRARIES := .venv-ecosystem
 READY  := $(VENV)/.ready
 
-.PHONY: train test test-all test-rest test-next-torch test-upstream test-ecosystem test-gpu prove-gpu fuzz chaos findings lint types docs diagrams bench build clean
+.PHONY: train test test-all test-rest test-next-torch test-upstream test-ecosystem test-gpu prove-gpu fuzz chaos differences findings lint types docs diagrams bench build clean
 .DEFAULT_GOAL := train
 
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -73,6 +73,9 @@ fuzz: $(READY)  ## fuzz the parsers, SECONDS each; guided by coverage where athe
 
 chaos: $(READY)  ## run random worlds of processes with random faults for SECONDS, from SEED (default: a random one)
 	$(BIN)/python tests/chaos/chaos.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+differences: $(READY)  ## run random programs on asyncdist, gloo and torch's stores for SECONDS, and compare with numpy
+	OMP_NUM_THREADS=1 $(BIN)/python tests/differences/hunt.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 findings:  ## run the findings on software of others, each in a temporary folder with packages of its own
 	@failed=; for script in findings/*.sh; do echo "$$script"; $$script || failed="$$failed $$script"; done; \

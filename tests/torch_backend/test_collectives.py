@@ -60,13 +60,5 @@ def test_operation_that_gloo_refuses(as_expected, program):
     as_expected("programs_beyond_gloo", program)
 
 
-@pytest.mark.parametrize(
-    "program", ["sums_of_bools", "nan_of_any_rank", "layouts", "negated_view", "reduce_leaves_the_others",
-                "average_of_large_values", "complex_and_narrow", "success_of_a_pending_work", "meta_tensor"],
-)  # fmt: skip
-def test_result_that_gloo_gives_otherwise(as_expected, program):
-    as_expected("programs_differences", program)
-
-
 def test_blocking_call_runs_in_the_calling_thread(as_expected):
     as_expected("programs_threads", "stays_in_its_thread")
