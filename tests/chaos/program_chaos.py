@@ -24,7 +24,7 @@ from asyncdist import sync
 from asyncdist.base.background_loop import background_loop, observing_loop
 from asyncdist.elastic.job import Job
 from asyncdist.errors import ExcludedError, GroupError, NoQuorumError
-from asyncdist.kernel.engine.endpoint import Endpoint
+from asyncdist.kernel.engine.transport_selector import TransportSelector
 from asyncdist.kernel.memory.shared_arena import arena
 from asyncdist.store import StoreServer
 from asyncdist.store.persistence.group_commit import Fsync
@@ -163,17 +163,17 @@ class ChaosProcess:
             os.waitpid(child, 0)
 
     def connect_through_proxies(self):
-        probe = Endpoint.probe_peers
+        probe = TransportSelector.probe_peers
 
-        async def probe_through_proxies(endpoint, addresses, timeout):
-            instead = self.ask_for_addresses(endpoint.rank, [each.get("tcp") for each in addresses])
+        async def probe_through_proxies(selector, addresses, timeout):
+            instead = self.ask_for_addresses(selector.rank, [each.get("tcp") for each in addresses])
             through = [
                 {**each, "tcp": {**each["tcp"], "host": other[0], "port": other[1]}} if other else each
                 for each, other in zip(addresses, instead, strict=True)
             ]
-            return await probe(endpoint, through, timeout)
+            return await probe(selector, through, timeout)
 
-        Endpoint.probe_peers = probe_through_proxies
+        TransportSelector.probe_peers = probe_through_proxies
 
     async def found(self):
         settings = self.settings

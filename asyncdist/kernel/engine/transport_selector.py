@@ -36,7 +36,7 @@ class TransportSelector:
     """The transports of one rank, the preferred first, and the peers that each transport reaches."""
 
     def __init__(self, rank: int, transports: Sequence[Transport]) -> None:
-        self._rank = rank
+        self.rank = rank
         self.transports = list(transports)
         self.addresses: Sequence[Addresses] = ()
         """The addresses of all ranks, by rank and transport."""
@@ -68,7 +68,7 @@ class TransportSelector:
         are the identities of all ranks' processes, by rank.
         """
         for rank, process in enumerate(processes):
-            if process is not None and is_visible(process, processes[self._rank]):
+            if process is not None and is_visible(process, processes[self.rank]):
                 self._processes[rank] = process
         for name in dict.fromkeys(name for one in reached for name in one):
             self._reached[name] = [set(one.get(name, ())) for one in reached]
@@ -81,13 +81,13 @@ class TransportSelector:
             address = self.addresses[peer].get(transport.name)
             if address is None or not transport.reaches(address):
                 continue
-            if self._both_reach(transport.name, self._rank, peer):
+            if self._both_reach(transport.name, self.rank, peer):
                 return transport
         return None
 
     def _used(self) -> set[Transport]:
         """Return the transports to all peers."""
-        selected = (self._transport_to(peer) for peer in range(len(self.addresses)) if peer != self._rank)
+        selected = (self._transport_to(peer) for peer in range(len(self.addresses)) if peer != self.rank)
         return {transport for transport in selected if transport is not None}
 
     def end_unused(self) -> None:
@@ -104,12 +104,12 @@ class TransportSelector:
         common = [name for name in own if name in published]
         if common:
             raise TransportUnavailableError(
-                f"{' and '.join(common)} cannot connect rank {self._rank} and rank {peer}, and no other transport is "
+                f"{' and '.join(common)} cannot connect rank {self.rank} and rank {peer}, and no other transport is "
                 "allowed; their logs say why: mend that, or allow tcp too"
             )
         raise TransportUnavailableError(
             f"no transport reaches rank {peer}: it offers {', '.join(published) or 'none'}, "
-            f"rank {self._rank} has {', '.join(own)}; start every rank with the same backend"
+            f"rank {self.rank} has {', '.join(own)}; start every rank with the same backend"
         )
 
     def used(self, members: Sequence[int]) -> list[str]:
@@ -118,7 +118,7 @@ class TransportSelector:
         A transport that probes is included if it connects any two members, even if this rank is neither of them, so
         that all members may pass the names to `init_process_group`.
         """
-        own = {self._transport_to(peer) for peer in members if peer != self._rank}
+        own = {self._transport_to(peer) for peer in members if peer != self.rank}
         connecting = {
             name
             for name, reached in self._reached.items()
@@ -140,7 +140,7 @@ class TransportSelector:
     @property
     def local_size(self) -> int:
         """The number of ranks on this host: those that share memory, or whose processes this rank sees, or all ranks."""
-        reached = [self._reached[each.name][self._rank] for each in self.transports if each.name in self._reached]
+        reached = [self._reached[each.name][self.rank] for each in self.transports if each.name in self._reached]
         return max((len(peers) + 1 for peers in reached), default=len(self._processes) or len(self.addresses))
 
     def peer_cores(self, core: int) -> Iterable[tuple[int, int, bool]]:
@@ -213,7 +213,7 @@ class TransportSelector:
         """
         members = channel.members
         for name in self._reached:
-            nodes = layout(members, self._rank, functools.partial(self._both_reach, name))
+            nodes = layout(members, self.rank, functools.partial(self._both_reach, name))
             if nodes is not None:
                 node = tuple(members[rank] for rank in nodes.members)
                 if len(node) == 1:

@@ -18,7 +18,7 @@ from asyncdist.kernel.algorithms.schedule import ScheduleOf
 from asyncdist.kernel.memory.shared_arena import ALIGNMENT
 from asyncdist.kernel.transport.native import CallSignature, PreparedCall
 from asyncdist_transports.shm.collectives.piece_layout import head_nbytes
-from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, LOCATION, RESULT, SLOTS, SlotMember, SlotTable
+from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, LOCATION, RESULT, SLOTS, SlotTable
 from asyncdist_transports.shm.collectives.small_exchange import Moves, MovesOf, NonUniformBlocks, SmallExchange
 from asyncdist_transports.shm.collectives.staging import POSTED, STAGED
 
@@ -121,26 +121,19 @@ class _SmallCall:
     # -- patterns ------------------------------------------------------------------------------
 
     def with_all(self, moves: MovesOf, goal: int = STAGED, fallback: PreparedCall | None = None) -> SmallExchange:
-        return self._exchange(moves, self.others, goal, goal, fallback)
+        slots, call = self.slots, self.signature.fingerprint
+        return SmallExchange(
+            slots, call, self.area_nbytes, moves, self.others, first=goal, goal=goal, fallback=fallback
+        )
 
     def with_root(self, send: MovesOf, read: MovesOf, *, outward: bool) -> SmallExchange:
         """Move data from the root to the others if ``outward``, else from the others to the root."""
-        at_root = self.rank == self.root
+        slots, call, at_root = self.slots, self.signature.fingerprint, self.rank == self.root
         # A member that reads nothing has reached its last step at once.
         if at_root == outward:
-            return self._exchange(send, (), DONE)
-        return self._exchange(read, self.others if at_root else [self.slots.members_by_rank[self.root]], POSTED)
-
-    def _exchange(
-        self,
-        moves: MovesOf,
-        sources: Sequence[SlotMember],
-        first: int,
-        goal: int = STAGED,
-        fallback: PreparedCall | None = None,
-    ) -> SmallExchange:
-        slots, call = self.slots, self.signature.fingerprint
-        return SmallExchange(slots, call, self.area_nbytes, moves, sources, first=first, goal=goal, fallback=fallback)
+            return SmallExchange(slots, call, self.area_nbytes, send, (), first=DONE, goal=STAGED)
+        sources = self.others if at_root else (slots.members_by_rank[self.root],)
+        return SmallExchange(slots, call, self.area_nbytes, read, sources, first=POSTED, goal=STAGED)
 
 
 # -- reducing -----------------------------------------------------------------------------------------
