@@ -1,5 +1,5 @@
 # Every target makes the virtual environment first if it is not there, except test-gpu and prove-gpu; PYTHON=, RANKS=, WORKERS=, GPU_WORKERS=,
-# SECONDS=, SEED=, NEXT_VENV= and OUT= may be set.
+# SECONDS=, SEED=, MPI=, NEXT_VENV= and OUT= may be set.
 PYTHON ?= python3
 RANKS ?= 2
 WORKERS ?= 3
@@ -74,8 +74,8 @@ fuzz: $(READY)  ## fuzz the parsers, SECONDS each; guided by coverage where athe
 chaos: $(READY)  ## run random worlds of processes with random faults for SECONDS, from SEED (default: a random one)
 	$(BIN)/python tests/chaos/chaos.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
-differences: $(READY)  ## run random programs on asyncdist, gloo and torch's stores for SECONDS, and compare with numpy
-	OMP_NUM_THREADS=1 $(BIN)/python tests/differences/hunt.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+differences: $(READY)  ## run random programs on asyncdist, gloo, torch's stores and MPI (MPI=a Python with mpi4py) for SECONDS; numpy judges
+	OMP_NUM_THREADS=1 $(BIN)/python tests/differences/hunt.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(MPI),--mpi $(MPI))
 
 findings:  ## run the findings on software of others, each in a temporary folder with packages of its own
 	@failed=; for script in findings/*.sh; do echo "$$script"; $$script || failed="$$failed $$script"; done; \

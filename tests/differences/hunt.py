@@ -1,6 +1,7 @@
 """Programs at random on asyncdist and on others: ``python tests/differences/hunt.py [--seconds 60]``; `make differences`.
 
-Every program runs on asyncdist over shared memory and over TCP, and on gloo or torch's stores; numpy says what is right.
+Every program runs on asyncdist over shared memory and over TCP, on gloo or torch's stores, and on MPI where it is found
+(``--mpi``); numpy says what is right.
 A program on which asyncdist is wrong is made smaller and printed, and the status is 1. The rest is a table, and a list of
 what others give wrong or refuse, by kind, in ``out/differences.json``.
 """
@@ -33,6 +34,7 @@ sys.path.insert(0, str(HERE.parent.parent))
 
 from benchmarks.processes import Nursery, RankEndedError, RankProcess  # noqa: E402
 from tests.differences import reference, store_calls  # noqa: E402
+from tests.differences.mpi import MpiContender, found  # noqa: E402
 from tests.differences.programs import WORLD, StoreProgram, Training, collectives, shares_memory, stores, trainings  # noqa: E402
 from tests.differences.reference import Verdict  # noqa: E402
 
@@ -184,7 +186,7 @@ class OursIsWrong(AssertionError):
 
 
 @contextlib.contextmanager
-def contenders(folder: Path) -> Iterator[dict[type, list[Any]]]:
+def contenders(folder: Path, mpi_python: str | None = None) -> Iterator[dict[type, list[Any]]]:
     """Start all contenders; yield those for each type of program."""
     with Nursery(MODULES) as nursery:
         worlds = [
@@ -193,11 +195,13 @@ def contenders(folder: Path) -> Iterator[dict[type, list[Any]]]:
             Contender("gloo", nursery, folder, "gloo"),
         ]
         shops = [StoreContender(name, make) for name, make in store_calls.clients().items()]
+        mpi = [MpiContender(*each) for each in [found(mpi_python)] if each is not None]
+        print("MPI takes part" if mpi else "without MPI: no mpi4py with an mpirun was found", flush=True)
         try:
-            yield {StoreProgram: shops, Training: worlds, object: worlds}
+            yield {StoreProgram: shops, Training: worlds, object: [*worlds, *mpi]}
         finally:
-            for shop in shops:
-                shop.close()
+            for each in [*shops, *mpi]:
+                each.close()
 
 
 def contest(program: Any, rivals: dict[type, list[Any]]) -> dict[str, Verdict]:
@@ -234,13 +238,14 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help="of " + ", ".join(KINDS))
     parser.add_argument("--examples", type=int, default=200, help="programs of one kind in a row: a chunk")
     parser.add_argument("--chunks", type=int, default=None, help="end after so many, also before the time is over")
+    parser.add_argument("--mpi", default=None, help="a Python that has mpi4py, with mpirun beside it or in PATH")
     parser.add_argument("--out", type=Path, default=Path("out/differences.json"))
     given = parser.parse_args()
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     turns = itertools.cycle([kind for kind in given.kinds.split(",") for _ in range(KINDS[kind][1])])
     tally, failures, until = Tally(), 0, time.monotonic() + given.seconds
     shown = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, contenders(Path(folder)) as rivals:
+    with tempfile.TemporaryDirectory() as folder, contenders(Path(folder), given.mpi) as rivals:
         for number in itertools.count():
             if time.monotonic() > until or number == given.chunks:
                 break
