@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import gc
 import os
+import select
 import socket
+import struct
+import sys
+import termios
 
 import numpy as np
 import pytest
@@ -268,6 +273,34 @@ async def test_goodbye_comes_after_what_was_sent_before(over):
         assert sorted(theirs.messages) == [(b"long", [data]), (b"short", [])]
         assert "it has closed the channel: the work is done" in str(theirs.errors[0])
         await near.close()
+
+
+@pytest.mark.each_loop
+async def test_messages_before_a_reset_arrive_although_no_loop_reports_more(eventually):
+    # uvloop calls the reader of a broken connection once, and these messages take several reads.
+    async with channel_pair("tcp", heartbeat=0.0) as (near, _, far, theirs):
+        stop_reading(far)
+        for number in range(3):
+            near.send(b"%d" % number, [memoryview(random_bytes(30_000))])
+        await eventually(lambda: num_unread(far) > 90_000)
+        socket_of(near).setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        near.leave("the test says so")
+        await eventually(lambda: is_reset(far))
+        read_again(far)
+        await theirs.when(lambda: theirs.errors)
+        assert [head for head, _ in theirs.messages] == [b"%d" % number for number in range(3)]
+
+
+def num_unread(channel):
+    """Return the bytes that have arrived for a channel and that it has not read."""
+    return int.from_bytes(fcntl.ioctl(socket_of(channel).fileno(), termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def is_reset(channel):
+    """Return whether a connection is broken."""
+    poll = select.poll()
+    poll.register(socket_of(channel).fileno(), 0)
+    return bool(poll.poll(0))
 
 
 async def test_broken_connection_is_no_goodbye():

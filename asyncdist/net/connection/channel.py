@@ -10,6 +10,7 @@ import asyncio
 import copy
 import itertools
 import logging
+import select
 import socket
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -109,6 +110,12 @@ class PeerChannel(InboxOwner):
         self._inbox = Inbox(self, most_nbytes=most_nbytes)
         self._tls = sock if isinstance(sock, TlsSocket) else None
         self._loop = asyncio.get_running_loop()
+        self._breaks: select.poll | None = None
+        """Tells whether the connection is broken, where the loop then calls a reader only once more: uvloop does."""
+        if type(self._loop).__module__.startswith("uvloop"):
+            self._breaks = select.poll()
+            self._breaks.register(sock.fileno(), 0)
+        self._reads_rest = False
         self._is_reading = False
         self._flush_scheduled = False
         self._writes = False
@@ -280,9 +287,17 @@ class PeerChannel(InboxOwner):
             self._is_reading = False
             if self._flush_scheduled:
                 self._flush()
+            if self._breaks is not None and self.error is None and self._breaks.poll(0) and not self._reads_rest:
+                # What the peer sent before its end is still there.
+                self._reads_rest = True
+                self._loop.call_soon(self._read_rest)
         except BaseException as error:
             self._interrupted(error)
             raise
+
+    def _read_rest(self) -> None:
+        self._reads_rest = False
+        self.read_now()
 
     def _read(self) -> None:
         """Read what has arrived, once: long messages straight into their memory. Raises StreamEnded and ProtocolError."""
@@ -418,16 +433,19 @@ class PeerChannel(InboxOwner):
             self._outbox.flush()
 
     def _say_goodbye(self) -> None:
-        """Say goodbye after the last message, and leave when that has been sent."""
-        if self._has_said_goodbye:
-            self.leave(self._goodbye)
-        else:
+        """Say goodbye after the last message. The peer ends the connection when it has read that.
+
+        Closing it here could lose what is on its way: a socket that is closed with unread bytes drops what it has not sent.
+        """
+        if not self._has_said_goodbye:
             self._has_said_goodbye = True
             self._outbox.add_frame(GOODBYE, self._goodbye.encode()[:_MOST_REASON_NBYTES])
             self._wake()
 
     def _ended(self, reason: str) -> None:
-        if has_ended(self.peer.identity, process_identity(self.peer.host_name)):
+        if self._has_said_goodbye:
+            self.leave(self._goodbye)
+        elif has_ended(self.peer.identity, process_identity(self.peer.host_name)):
             reason = f"its process has ended ({reason})"
         self._end(reason)
 
