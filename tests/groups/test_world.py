@@ -202,6 +202,22 @@ def test_blocking_destroy_refuses_the_loop_that_opened_the_world_and_works_elsew
     assert not asyncdist.is_initialized()
 
 
+@pytest.mark.parametrize("opened", ["by the blocking API", "by a loop in another thread"])
+def test_awaited_destroy_closes_a_world_of_another_loop(opened):
+    alone = {"rank": 0, "world_size": 1}
+
+    async def with_thread():
+        await asyncdist.init_process_group(store=HashStore(), **alone)
+        await asyncio.to_thread(asyncio.run, asyncdist.destroy_process_group())
+
+    if opened == "by a loop in another thread":
+        asyncio.run(with_thread())
+    else:
+        asyncdist.sync.init_process_group(store=HashStore(), **alone)
+        asyncio.run(asyncdist.destroy_process_group())
+    assert not asyncdist.is_initialized()
+
+
 OVER_TWO_LOOPS = """
 import asyncio, importlib, sys
 from pathlib import Path
