@@ -111,7 +111,8 @@ WAITED = "the keys were not set, or the store at WHERE had not sent the whole an
             "store list_keys('') timed out after 0.05 s: the store at WHERE did not answer; check whether the store",
         ),
         (operations.get("k"), f"store get('k') timed out after 0.05 s: {WAITED}"),
-        (operations.queue_pop("k", True), f"store queue_pop('k') timed out after 0.05 s: {WAITED}"),
+        (operations.queue_pop("k", True), "store queue_pop('k') timed out after 0.05 s: the queue stayed empty, or"),
+        (operations.barrier("k", 2), "store barrier('k') timed out after 0.05 s: not all have come, or the store at"),
     ],
     ids=lambda given: given.name if isinstance(given, operations.Command) else "",
 )
