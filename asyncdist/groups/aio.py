@@ -39,8 +39,8 @@ def init_process_group(
     of the library does.
 
     Args:
-        backend: None or ``"auto"`` selects the transports. A list such as ``"shm,tcp"`` names them. The name of a back
-            end of torch means "auto".
+        backend: ``"auto"`` selects the transports. A list such as ``"shm,tcp"`` names them. None, and the name of a back
+            end of torch, take ``ASYNCDIST_TRANSPORT``, which is "auto" by default.
         init_method: ``env://`` (the default), ``tcp://host:port`` of rank 0, ``asyncdist://host:port/job`` of a running
             store, or ``file:///path``.
         timeout: Limit of the rendezvous and default limit of every operation, in seconds or as a timedelta.

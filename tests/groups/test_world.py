@@ -148,6 +148,16 @@ async def test_get_backend_returns_the_used_transports_which_may_be_requested(ba
     await asyncio.gather(*(world.close() for world in worlds))
 
 
+@pytest.mark.parametrize(
+    ("backend", "used"), [(None, "tcp"), ("gloo", "tcp"), ("asyncdist", "tcp"), ("auto", "auto"), ("inproc", "inproc")]
+)
+async def test_variable_selects_the_transport_unless_the_argument_does(backend, used):
+    config = Config.from_environment({"ASYNCDIST_TRANSPORT": "tcp"})
+    world = await open_world(backend=backend, store=HashStore(), rank=0, world_size=1, config=config)
+    assert asyncdist.get_backend(world.group) == used
+    await world.close()
+
+
 async def test_unknown_transport_is_refused():
     with pytest.raises(
         TransportUnavailableError, match=r"there is no transport 'smh'; .* leave the name out, or give 'auto'"
