@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import asyncdist
-from asyncdist.base.background_loop import background_loop, result_on
+from asyncdist.base.background_loop import background_loop
 from asyncdist.base.call_site import refuse_await
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, premul_sum
@@ -122,21 +122,9 @@ def destroy_process_group(group: default_world.AnyGroup = None) -> None:
         group.close()
     elif group is None or isinstance(group, Group):
         default_world.default_world().endpoint.progress.refuse_loop_thread("destroy_process_group")
-        _close(default_world.take_world())
+        aio.close_blocking(default_world.take_world())
     else:
         default_world.refuse_other_kinds(group)
-
-
-def _close(world: World) -> None:
-    loop = world.endpoint.progress.loop
-    world.leave()
-    if loop is background_loop().loop:
-        background_loop().run(world.close())
-    elif loop.is_running():
-        # The loop cancels the task if it ends.
-        result_on(loop, world.close())
-    else:
-        loop.run_until_complete(world.close())
 
 
 def process_group(
@@ -179,7 +167,7 @@ def _process_group(**options: Any) -> Iterator[Group]:
         with default_world.independent(world) as group:
             yield group
     finally:
-        _close(world)
+        aio.close_blocking(world)
 
 
 # The name of torch.distributed, for annotations.

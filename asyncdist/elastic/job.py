@@ -18,7 +18,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
-from urllib.parse import quote
 
 from asyncdist.base.background_loop import cancel_all
 from asyncdist.base.callables import Callback, Predicate
@@ -27,6 +26,7 @@ from asyncdist.base.error_text import describe_error
 from asyncdist.elastic.presence import Presence
 from asyncdist.errors import StoreConnectionError, StoreError
 from asyncdist.store import AsyncPrefixStore, AsyncStoreBase
+from asyncdist.store.protocol.operations import key_part
 
 log = logging.getLogger("asyncdist")
 
@@ -79,7 +79,7 @@ class Job:
         replaced: Callback = bool,
     ) -> None:
         self.name = name
-        self.store = AsyncPrefixStore(f"elastic/{quote(name, safe='')}", store)
+        self.store = AsyncPrefixStore(f"elastic/{key_part(name)}", store)
         self._arrived, self._replaced = arrived, replaced
         self.id = -1
         self.waiting: dict[int, int] = {}

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+from asyncdist.base.background_loop import background_loop, result_on
 from asyncdist.base.call_site import calling_line
 from asyncdist.base.deadline import Timeout
 from asyncdist.groups import default_world
@@ -38,8 +39,8 @@ def init_process_group(
     of the library does.
 
     Args:
-        backend: None or ``"auto"`` selects the transports. A list such as ``"shm,tcp"`` names them. The name of a back
-            end of torch means "auto".
+        backend: ``"auto"`` selects the transports. A list such as ``"shm,tcp"`` names them. None, and the name of a back
+            end of torch, take ``ASYNCDIST_TRANSPORT``, which is "auto" by default.
         init_method: ``env://`` (the default), ``tcp://host:port`` of rank 0, ``asyncdist://host:port/job`` of a running
             store, or ``file:///path``.
         timeout: Limit of the rendezvous and default limit of every operation, in seconds or as a timedelta.
@@ -96,11 +97,27 @@ async def _open(**options: Any) -> World:
 
 
 async def _close(world: World) -> None:
-    if asyncio._get_running_loop() is not None:
+    running = asyncio._get_running_loop()
+    if running is world.endpoint.progress.loop:
         await world.close()
+    elif running is not None:
+        await asyncio.to_thread(close_blocking, world)
     else:
         # A cancelled scope of trio would cancel each await, and leave connections open.
         await trio_tasks.run_on_background_loop(world.close(), shield=True)
+
+
+def close_blocking(world: World) -> None:
+    """Close a world on its loop, and wait for that. Any thread but the loop's own may call it."""
+    loop = world.endpoint.progress.loop
+    world.leave()
+    if loop is background_loop().loop:
+        background_loop().run(world.close())
+    elif loop.is_running():
+        # The loop cancels the task if it ends.
+        result_on(loop, world.close())
+    else:
+        loop.run_until_complete(world.close())
 
 
 # Python names the coroutine in its own warning of a forgotten await.

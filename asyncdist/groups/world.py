@@ -259,6 +259,7 @@ def open_world(
     shorten_interrupts()
     # This raises for an impossible setting before the rendezvous.
     forced_by(config)
+    backend = registry.requested(backend, config)
     # A caller that imports the transports reuses its memory. The loop's thread would take 1 MiB more from the system.
     kinds = registry.selected(backend) if backend else registry.set_by(config)
     limit = seconds(timeout, config.timeout)

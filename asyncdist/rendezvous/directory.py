@@ -16,7 +16,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import InitVar, dataclass
 from typing import Any, Self
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import msgpack
 
@@ -30,6 +30,7 @@ from asyncdist.rendezvous.sources import check_token, host_of
 from asyncdist.store.base import AsyncStoreBase
 from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.prefix import AsyncPrefixStore
+from asyncdist.store.protocol.operations import key_part
 
 log = logging.getLogger("asyncdist")
 
@@ -128,7 +129,7 @@ class JobDirectory:
                 master, config, f"a generated token cannot be passed to other hosts through the store at {master}"
             )
             host = await own_host(master, config, deadline)
-            prefix = f"channels/{quote(name, safe='')}/{quote(service, safe='')}"
+            prefix = f"channels/{key_part(name)}/{key_part(service)}"
             directory = cls(store, prefix, name, where, host, config.token, client, config)
             directory.token = directory.token or await directory._agreed_token(secrets.token_hex(16))
             stack.pop_all()
@@ -218,4 +219,4 @@ class _RecordChanges:
 
 
 def _folder(name: str) -> str:
-    return f"at/{quote(name, safe='')}/"
+    return f"at/{key_part(name)}/"

@@ -18,7 +18,7 @@ from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.config import Config
 from asyncdist.environment import Launch
 from asyncdist.errors import AsyncdistError, UsageError
-from asyncdist.kernel import DeviceLending
+from asyncdist.kernel import DeviceLending, whole_number_of
 from asyncdist.net import ChannelPort
 from asyncdist.rendezvous import JobDirectory, JobSearch, PeerRecord, RecordChange
 from asyncdist.rpc.calls import current_deadline
@@ -179,6 +179,7 @@ class RpcSession(ProcessBound):
         """
         self._check_open()
         limit = seconds(timeout, self.call_timeout)
+        rank = None if rank is None else whole_number_of("rank", rank)
         search = _ObjectSearch(self._directory, self._port, name, rank=rank)
         try:
             async with asyncio.timeout(Deadline.after(limit).remaining_or_none()), search:
@@ -206,7 +207,7 @@ class RpcSession(ProcessBound):
         """
         self._check_open()
         limit = seconds(timeout, self.call_timeout)
-        search = _ObjectSearch(self._directory, self._port, name, count=count)
+        search = _ObjectSearch(self._directory, self._port, name, count=whole_number_of("count", count))
         try:
             async with asyncio.timeout(Deadline.after(limit).remaining_or_none()), search:
                 await search.all()

@@ -127,12 +127,12 @@ class CallStream(ProcessBound):
             await asyncio.wait([self._call])
         if self._queue is None:
             stream = self._call.result()
+            name = f"{self._call.target}.{self._call.method}()"
             if not isinstance(stream, CallStream):
-                name = f"{self._call.target}.{self._call.method}()"
                 raise UsageError(f"{name} returns a value and is no async generator: await it")
-            self._queue = stream._queue
-            stream._queue = None
-        assert self._queue is not None
+            if stream._queue is None:
+                raise UsageError(f"the stream of {name} has been iterated over: keep `await {name}`, or call it again")
+            self._queue, stream._queue = stream._queue, None
         return await self._queue.take()
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Any
 
@@ -78,6 +78,16 @@ class Work(ProcessBound, torch_distributed.Work):
         if completed and self._future is not None:
             self._complete_future()
         return completed
+
+    done = is_completed
+
+    def add_done_callback(self, callback: Callable[[started.Work], object]) -> None:
+        """Call ``callback`` with asyncdist's work when the operation is complete. `asyncio.wait` calls this method."""
+        self._work.add_done_callback(callback)
+
+    def remove_done_callback(self, callback: Callable[[started.Work], object]) -> None:
+        """Do not call a callback that has not been called yet."""
+        self._work.remove_done_callback(callback)
 
     def is_success(self) -> bool:
         """Return whether the operation has succeeded."""

@@ -17,6 +17,7 @@ from asyncdist.base.error_text import describe_error
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.config import Config
 from asyncdist.errors import StoreError, UnsupportedError, UsageError, WaitTimeoutError
+from asyncdist.kernel import whole_number_of
 from asyncdist.weights.errors import PublisherReplacedError, WeightsError
 from asyncdist.weights.transfer.exchange import WeightsExchange
 from asyncdist.weights.transfer.held_version import HeldVersion
@@ -82,6 +83,7 @@ class Publishing:
 
     async def publish(self, step: int | None) -> Version:
         exchange = self._opened()
+        step = None if step is None else whole_number_of("step", step)
         async with self._publishing:
             if self._replaced is not None:
                 raise self._replaced

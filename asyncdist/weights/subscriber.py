@@ -127,13 +127,16 @@ class Subscribing:
             (held, _), self._ready = self._ready, None
             await self._opened().drop(held)
         # The fetch goes on if this call is cancelled, and the next call finds its result.
-        if self._fetching is None or (self._fetching.done() and self._ready is None):
+        if self._fetching is None:
             self._fetching = asyncio.create_task(self._fetch())
             self._fetching.add_done_callback(lambda done: done.cancelled() or done.exception())
         fetching = self._fetching
         await asyncio.wait([fetching], timeout=Deadline.after(timeout).remaining_or_none())
         if not fetching.done():
             raise WaitTimeoutError(self._delay(seconds(timeout)))
+        if self._fetching is fetching:
+            # Its version or its error is told once, also if the call that began it has ended before.
+            self._fetching = None
         if fetching.cancelled() or self._ready is None:
             fetching.cancelled() or fetching.result()
             raise UsageError("the subscriber has been closed while this call waited for a version")

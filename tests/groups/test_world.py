@@ -148,6 +148,16 @@ async def test_get_backend_returns_the_used_transports_which_may_be_requested(ba
     await asyncio.gather(*(world.close() for world in worlds))
 
 
+@pytest.mark.parametrize(
+    ("backend", "used"), [(None, "tcp"), ("gloo", "tcp"), ("asyncdist", "tcp"), ("auto", "auto"), ("inproc", "inproc")]
+)
+async def test_variable_selects_the_transport_unless_the_argument_does(backend, used):
+    config = Config.from_environment({"ASYNCDIST_TRANSPORT": "tcp"})
+    world = await open_world(backend=backend, store=HashStore(), rank=0, world_size=1, config=config)
+    assert asyncdist.get_backend(world.group) == used
+    await world.close()
+
+
 async def test_unknown_transport_is_refused():
     with pytest.raises(
         TransportUnavailableError, match=r"there is no transport 'smh'; .* leave the name out, or give 'auto'"
@@ -199,6 +209,22 @@ def test_blocking_destroy_refuses_the_loop_that_opened_the_world_and_works_elsew
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         loop.run_until_complete(asyncdist.init_process_group(store=HashStore(), rank=0, world_size=1))
         asyncdist.sync.destroy_process_group()
+    assert not asyncdist.is_initialized()
+
+
+@pytest.mark.parametrize("opened", ["by the blocking API", "by a loop in another thread"])
+def test_awaited_destroy_closes_a_world_of_another_loop(opened):
+    alone = {"rank": 0, "world_size": 1}
+
+    async def with_thread():
+        await asyncdist.init_process_group(store=HashStore(), **alone)
+        await asyncio.to_thread(asyncio.run, asyncdist.destroy_process_group())
+
+    if opened == "by a loop in another thread":
+        asyncio.run(with_thread())
+    else:
+        asyncdist.sync.init_process_group(store=HashStore(), **alone)
+        asyncio.run(asyncdist.destroy_process_group())
     assert not asyncdist.is_initialized()
 
 

@@ -328,6 +328,11 @@ async def test_without_a_session_or_with_wrong_arguments_nothing_is_done(job):
     async with session:
         with pytest.raises(UsageError, match="entered once"):
             await session.__aenter__()
+        for call in (session.find, session.find_all):
+            with pytest.raises(UsageError, match="names are texts, and 3 is none"):
+                await call(3)
+        with pytest.raises(UsageError, match="rank is a whole number, not '0'"):
+            await session.find("it", rank="0")
     with pytest.raises(AuthenticationError, match="the store refused the token"):
         async with rpc.connect(job, config=Config(token="another")):
             raise AssertionError

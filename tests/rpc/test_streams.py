@@ -97,9 +97,12 @@ async def test_stream_that_is_left_early_is_closed_at_the_callee(serving, eventu
                 break
         gc.collect()
         await eventually(lambda: source.ended == ["closed"])
-        async with it.count(1000).__aiter__() as stream:
+        call = it.count(1000)
+        async with call.__aiter__() as stream:
             assert await anext(stream) == 0
         await eventually(lambda: source.ended == ["closed"] * 2)
+        with pytest.raises(UsageError, match=r"count\(\) has been iterated over: keep `await .*`, or call it again"):
+            await anext(call.__aiter__())
         assert num_open(it) == 0
 
 

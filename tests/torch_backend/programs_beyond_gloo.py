@@ -249,6 +249,15 @@ def awaited(rank, world):
         sending = dist.isend(numbers(rank), (rank + 1) % world)
         await dist.irecv(received, (rank - 1) % world)
         await sending
+        more = [dist.all_reduce(numbers(rank), async_op=True) for _ in range(2)]
+        assert await asyncio.wait(more) == (set(more), set())
+        for when in (asyncio.FIRST_COMPLETED, asyncio.FIRST_EXCEPTION):
+            late = dist.irecv(received, (rank - 1) % world)
+            assert await asyncio.wait([late], timeout=0.001) == (set(), {late})
+            await dist.barrier(async_op=True)
+            sending = dist.isend(numbers(rank), (rank + 1) % world)
+            assert await asyncio.wait([late], return_when=when) == ({late}, set())
+            await sending
         return [*tensors, received]
 
     came = asyncio.run(several())

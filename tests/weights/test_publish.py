@@ -307,6 +307,8 @@ async def test_tensors_without_elements_are_published(job):
     async with Publisher(state, job=job) as publisher, Subscriber(like=state, job=job) as subscriber:
         await publisher.publish(7)
         assert (await subscriber.next(LIMIT)).step == 7
+        with pytest.raises(UsageError, match="step is a whole number"):
+            await publisher.publish(1.5)  # type: ignore[arg-type]
 
 
 async def test_reader_that_does_not_fit_is_told_and_waits_for_a_version_that_does(job):
@@ -319,6 +321,19 @@ async def test_reader_that_does_not_fit_is_told_and_waits_for_a_version_that_doe
         await publisher.publish()
         async with subscriber.swap(await subscriber.next(LIMIT)) as read:
             assert read["a"].tolist() == [1.0] * 4
+
+
+async def test_error_of_a_version_that_arrived_between_two_calls_is_told_by_the_next(job, eventually):
+    state = {"a": torch.zeros(3)}
+    async with Publisher(state, job=job) as publisher, Subscriber(like={"a": torch.zeros(4)}, job=job) as subscriber:
+        version = await publisher.publish()
+        for _ in range(2):
+            with pytest.raises(WaitTimeoutError):
+                await subscriber.next(0)
+            await eventually(lambda number=version.number: subscriber._subscribing._seen.number == number)
+            with pytest.raises(UsageError, match=r"a has the shape \[4\]"):
+                await subscriber.next(LIMIT)
+            version = await publisher.publish()
 
 
 async def test_later_publisher_replaces_the_first(job, caplog):

@@ -275,7 +275,8 @@ def tensor_of(value: Any, *, written: bool = False) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise UsageError(f"a tensor or numpy array is needed here, not {type(value).__name__}")
     if not (value.is_cpu or value.is_cuda):
-        raise UnsupportedError(f"no transport here carries tensors on {value.device}: move it with .cpu() first")
+        advice = "it has no values, so make one that has some" if value.is_meta else "move it with .cpu() first"
+        raise UnsupportedError(f"no transport here carries tensors on {value.device}: {advice}")
     if value.layout is not torch.strided:
         raise UnsupportedError(f"a {value.layout} tensor cannot be communicated: call .to_dense() first")
     if value.dtype not in DTYPE_NUMBERS:

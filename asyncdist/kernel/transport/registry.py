@@ -104,6 +104,12 @@ def selected(backend: str | None) -> list[type[Transport]]:
     return sorted(usable, key=lambda kind: -kind.preference)
 
 
+def requested(backend: str | None, config: Config) -> str | None:
+    """Return a ``backend`` argument; None for torch's name of a back end if ASYNCDIST_TRANSPORT selects the transports."""
+    is_of_torch = backend is not None and backend.strip().lower() in _AUTO - {"auto"}
+    return None if is_of_torch and config.transport != "auto" else backend
+
+
 def set_by(config: Config) -> list[type[Transport]]:
     """Return the transports that ASYNCDIST_TRANSPORT selects, as `selected` does."""
     try:

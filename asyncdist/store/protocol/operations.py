@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from enum import IntEnum
 from typing import Any, Generic, NamedTuple, TypeVar
+from urllib.parse import quote
 
 from asyncdist.errors import StoreTimeoutError, UsageError
 
@@ -81,6 +82,9 @@ STREAMS = frozenset((Op.SUBSCRIBE, Op.WATCH, Op.WATCH_KEYS))
 
 BLOCKING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET, Op.QUEUE_POP, Op.BARRIER, Op.ACQUIRE_LEASE)) | STREAMS
 """Operations that may stay open at the store until they are answered, cancelled or confirmed."""
+
+_AWAITED = {Op.QUEUE_POP: "the queue stayed empty", Op.BARRIER: "not all have come"}
+"""What a request has waited for in vain, unless that is a key."""
 
 CHANGED, GONE = b"\1", b"\0"
 """The first byte of a message to a watch. The value follows, if there is one.
@@ -171,7 +175,8 @@ class Command(NamedTuple, Generic[T]):
     def overdue(self, limit: float, store: str) -> StoreTimeoutError:
         """Return the error of a request to ``store``, a noun phrase, without a reply within ``limit`` seconds."""
         if self.op in BLOCKING and self.op not in STREAMS:
-            why = f"the keys were not set, or {store} had not sent the whole answer"
+            missing = _AWAITED.get(self.op, "the keys were not set")
+            why = f"{missing}, or {store} had not sent the whole answer"
         elif self.op in CHANGING:
             why = f"{store} did not answer; the change may have been made; read the value before you repeat it"
         else:
@@ -193,6 +198,13 @@ def _under(prefix: str, kind: str, argument: Any) -> Any:
 
 
 # -- checks ------------------------------------------------------------------------------------------
+
+
+def key_part(name: object) -> str:
+    """Return a name that a program gives as a part of a key, without a "/"; raise UsageError if it is not a text."""
+    if not isinstance(name, str):
+        raise UsageError(f"names are texts, and {name!r} is none")
+    return quote(name, safe="")
 
 
 def _key(key: object) -> str:

@@ -19,7 +19,6 @@ import contextlib
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from urllib.parse import quote
 
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store import AsyncPrefixStore, AsyncStoreBase
@@ -82,7 +81,7 @@ class VersionTable:
     """The keys of one set of weights in the part of a ``store`` that belongs to the job. The caller closes the store."""
 
     def __init__(self, store: AsyncStoreBase, name: str) -> None:
-        self._prefix = f"versions/{quote(name, safe='')}"
+        self._prefix = f"versions/{operations.key_part(name)}"
         self._whole_store = store
         self.store = AsyncPrefixStore(self._prefix, store)
 

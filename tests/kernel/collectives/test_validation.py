@@ -32,7 +32,7 @@ WRONG_TENSORS = {
     "a list": (lambda g: g.all_reduce([ones(1)]), "a tensor or numpy array is needed here, not list"),
     "None": (lambda g: g.broadcast(None, 0), "not NoneType"),
     "a numpy scalar": (lambda g: g.all_reduce(np.float32(1)), "not float32"),
-    "on another device": (lambda g: g.all_reduce(torch.ones(3, device="meta")), "on meta: move it with"),
+    "on another device": (lambda g: g.all_reduce(torch.ones(3, device="meta")), "on meta: it has no values"),
     "sparse": (lambda g: g.broadcast(ones(3).to_sparse(), 0), r"call \.to_dense"),
     "the largest of sparse ones": (
         lambda g: g.all_reduce(ones(3).to_sparse(), "max"),

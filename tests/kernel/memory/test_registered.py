@@ -286,8 +286,8 @@ WRAPPER = torch.Tensor._make_wrapper_subclass(DTensor, (3,), dtype=torch.float32
     ("target", "error", "said"),
     [
         (torch.eye(3).to_sparse(), UnsupportedError, "call .to_dense"),
-        (torch.empty(3, device="meta"), UnsupportedError, "move it with .cpu"),
-        (torch.nn.Linear(2, 2, device="meta"), UnsupportedError, "move it with .cpu"),
+        (torch.empty(3, device="meta"), UnsupportedError, "it has no values"),
+        (torch.nn.Linear(2, 2, device="meta"), UnsupportedError, "it has no values"),
         (torch.ones(3, dtype=torch.complex64).conj(), UnsupportedError, "call .resolve_conj"),
         (WRAPPER, UnsupportedError, "a DTensor has no memory of its own: .*full_tensor"),
         (torch.nn.LazyLinear(3), UsageError, "run one forward"),

@@ -97,6 +97,15 @@ async def test_a_timeout_names_the_keys_and_leaves_nothing_at_the_server(store, 
     assert server.state.num_open == 0
 
 
+@pytest.mark.parametrize("port", [0, 70000, "7"])
+async def test_port_that_no_store_can_have_is_refused_at_once(port):
+    with pytest.raises(AddressError, match=f"a store cannot have the port {port!r}: ports go from 1 to 65535"):
+        await AsyncStore.connect("127.0.0.1", port, timeout=LONG)
+    if isinstance(port, int):
+        with pytest.raises(AddressError, match="a store cannot have the port"):
+            TCPStore("127.0.0.1", port, timeout=LONG)
+
+
 DONE = "the store at WHERE did not answer; the change may have been made; read the value before you repeat it"
 WAITED = "the keys were not set, or the store at WHERE had not sent the whole answer"
 
@@ -111,7 +120,8 @@ WAITED = "the keys were not set, or the store at WHERE had not sent the whole an
             "store list_keys('') timed out after 0.05 s: the store at WHERE did not answer; check whether the store",
         ),
         (operations.get("k"), f"store get('k') timed out after 0.05 s: {WAITED}"),
-        (operations.queue_pop("k", True), f"store queue_pop('k') timed out after 0.05 s: {WAITED}"),
+        (operations.queue_pop("k", True), "store queue_pop('k') timed out after 0.05 s: the queue stayed empty, or"),
+        (operations.barrier("k", 2), "store barrier('k') timed out after 0.05 s: not all have come, or the store at"),
     ],
     ids=lambda given: given.name if isinstance(given, operations.Command) else "",
 )
