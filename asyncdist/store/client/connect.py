@@ -76,7 +76,7 @@ class ConnectRetry(Backoff):
     def __init__(
         self, host: str, port: int, timeout: Timeout, *, sleep: Callable[[float], object] | None = None
     ) -> None:
-        if not host.startswith("/") and not (hasattr(port, "__index__") and 0 < port < 1 << 16):
+        if not host.startswith("/") and not (hasattr(port, "__index__") and 0 <= port < 1 << 16):
             raise AddressError(f"a store cannot have the port {port!r}: ports go from 1 to 65535")
         super().__init__(FIRST_PAUSE, LONGEST_PAUSE, Deadline.after(timeout), sleep=sleep)
         self.host, self.port = host, port
