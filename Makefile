@@ -75,7 +75,7 @@ chaos: $(READY)  ## run random worlds of processes with random faults for SECOND
 	$(BIN)/python tests/chaos/chaos.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 differences: $(READY)  ## run random programs on asyncdist, gloo, torch's stores and MPI (MPI=a Python with mpi4py) for SECONDS; numpy judges
-	OMP_NUM_THREADS=1 $(BIN)/python tests/differences/hunt.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(MPI),--mpi $(MPI))
+	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/python tests/differences/hunt.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(MPI),--mpi $(MPI))
 
 findings:  ## run the findings on software of others, each in a temporary folder with packages of its own
 	@failed=; for script in findings/*.sh; do echo "$$script"; $$script || failed="$$failed $$script"; done; \

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
 import pickle
 import secrets
 import sys
@@ -26,8 +25,6 @@ from typing import Any
 import hypothesis
 import torch
 from hypothesis import HealthCheck, Phase
-
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
