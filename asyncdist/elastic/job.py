@@ -17,12 +17,14 @@ import json
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from time import monotonic
 from typing import TypeVar
 
 from asyncdist.base.background_loop import cancel_all
 from asyncdist.base.callables import Callback, Predicate
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import describe_error
+from asyncdist.elastic.errors import JobTimeoutError
 from asyncdist.elastic.presence import Presence
 from asyncdist.errors import StoreConnectionError, StoreError
 from asyncdist.store import AsyncPrefixStore, AsyncStoreBase
@@ -85,6 +87,7 @@ class Job:
         self.waiting: dict[int, int] = {}
         self.members: set[int] = set()
         self.record = GenerationRecord()
+        self._waits_since = 0.0
         self._change = asyncio.Event()
         self.presence = Presence(self.store, self._change.set)
         self._claimed: int | None = None
@@ -228,6 +231,22 @@ class Job:
             return False
         await self.until(lambda: self.has_replaced(record))
         return True
+
+    def begin_wait(self) -> None:
+        """Count the time that `overdue` tells from now on."""
+        self._waits_since = monotonic()
+
+    async def until_present(self, condition: Predicate, deadline: Deadline, size: int) -> None:
+        """Wait for ``size`` processes, until a condition holds. Raises JobTimeoutError at the deadline."""
+        try:
+            await self.until(condition, deadline)
+        except TimeoutError:
+            raise self.overdue(size) from None
+
+    def overdue(self, size: int) -> JobTimeoutError:
+        """Return the error of a wait for ``size`` processes."""
+        present, spent = len(self.members) + len(self.candidates()), monotonic() - self._waits_since
+        return JobTimeoutError(self.name, present, len(self.members), size, self.record.number, spent)
 
     def has_replaced(self, record: GenerationRecord) -> bool:
         return self.record != record

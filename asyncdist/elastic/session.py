@@ -21,16 +21,14 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Iterator
-from time import monotonic
 from typing import Any, Self
 
 from asyncdist.base.background_loop import background_loop, cancel_all, running_loop
-from asyncdist.base.callables import Predicate
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.config import Config
-from asyncdist.elastic.errors import JobTimeoutError
+from asyncdist.elastic import founding
 from asyncdist.elastic.job import GenerationRecord, Job
 from asyncdist.errors import (
     ExcludedError,
@@ -46,12 +44,8 @@ from asyncdist.store import AsyncStore, AsyncStoreBase
 
 log = logging.getLogger("asyncdist")
 
-_SETTLE = 0.2
-"""Seconds without a further arrival after which waiting processes form the first generation."""
 _LEASE = 2.0
 """Seconds after which a process that has disconnected from the store counts as gone."""
-_ATTEMPT = 10.0
-"""Seconds within which the members of a generation must have met, and those that come first must have named one."""
 
 
 class JobSession(ProcessBound):
@@ -87,8 +81,6 @@ class JobSession(ProcessBound):
         """The ids of the members of the present world, by world rank."""
         self._resources = contextlib.AsyncExitStack()
         self._home: asyncio.AbstractEventLoop | None = None
-        self._begun = 0.0
-        """When the present wait for members began, for messages."""
         self._moving = asyncio.Lock()
         """Held while this process goes from one generation to the next."""
         self._next_call: asyncio.Task[Group | None] | None = None
@@ -123,6 +115,7 @@ class JobSession(ProcessBound):
         async with contextlib.AsyncExitStack() as stack:
             store, self._name = await self._store(stack)
             self._job = Job(store, self._name, self._tell_group, self._leave_superseded)
+            self._founding = founding.Founding(self._job, self._min_size, self._start_size)
             stack.push_async_callback(self._job.close)
             await self._job.open()
             self._resources = stack.pop_all()
@@ -181,7 +174,7 @@ class JobSession(ProcessBound):
 
     async def _advance(self) -> Group | None:
         async with self._moving:
-            self._begun = monotonic()
+            self._job.begin_wait()
             if self.group is None:
                 return await self._join()
             if not self.group.changed and self.group.error is None:
@@ -194,7 +187,7 @@ class JobSession(ProcessBound):
 
     async def _regrouped(self, group: Group, min_size: int, deadline: Deadline) -> Group:
         async with self._moving:
-            self._begun = monotonic()
+            self._job.begin_wait()
             if group is not self.group:
                 raise NotInitializedError(
                     "this group is not the present one of the job: use the group that followed it"
@@ -242,18 +235,6 @@ class JobSession(ProcessBound):
             number = self._job.record.number
             self.group.revoke(f"the job has begun generation {number} without this process, which had lost the store")
 
-    async def _until(self, condition: Predicate, deadline: Deadline, size: int) -> None:
-        """Wait until a condition holds; raise JobTimeoutError if it does not before the deadline."""
-        try:
-            await self._job.until(condition, deadline)
-        except TimeoutError:
-            raise self._overdue(size) from None
-
-    def _overdue(self, size: int) -> JobTimeoutError:
-        job = self._job
-        present, spent = len(job.members) + len(job.candidates()), monotonic() - self._begun
-        return JobTimeoutError(self._name, present, len(job.members), size, job.record.number, spent)
-
     # -- as a process that waits ---------------------------------------------------------------
 
     async def _join(self) -> Group:
@@ -263,7 +244,7 @@ class JobSession(ProcessBound):
         while True:
             # A process that names the next generation passes over a process that has not seen the one before.
             await job.wait_to_join(seen)
-            record = await self._next_named(seen, deadline)
+            record = await self._founding.next_record(seen, deadline)
             seen = record.number
             world = await self._meet(record, None) if job.id in record.members else None
             if world is not None:
@@ -272,63 +253,6 @@ class JobSession(ProcessBound):
                 except GroupError as error:
                     log.info("member %d: generation %d did not begin: %s", job.id, seen, error.summary)
                     await self._leave_world()
-
-    async def _next_named(self, seen: int, deadline: Deadline) -> GenerationRecord:
-        """Return the record of the generation after ``seen``. This process names it if the job has no living member."""
-        job = self._job
-
-        def is_named() -> bool:
-            return job.record.number > seen
-
-        while not is_named():
-            await self._until(lambda: is_named() or self._may_found(), deadline, self._founders)
-            first = self._first
-            if first and not is_named():
-                # One of them may be stopped. The others do not give up at the same moment, and then one names them all.
-                patience = Deadline.after(_ATTEMPT + _SETTLE * len(first))
-                with contextlib.suppress(TimeoutError):
-                    await job.until(
-                        lambda: is_named() or not self._may_found() or not self._first,
-                        Deadline(min(deadline.at, patience.at)),
-                    )
-                    continue
-                if deadline.expired():
-                    raise self._overdue(self._founders)
-            if not is_named():
-                await self._found(job.record, self._first)
-        return job.record
-
-    @property
-    def _founders(self) -> int:
-        return self._min_size if self._job.record.begun else self._start_size
-
-    def _may_found(self) -> bool:
-        """Return whether the job has no living member, and enough processes wait for a generation."""
-        candidates = self._job.candidates()
-        return not self._job.members and self._job.id in candidates and len(candidates) >= self._founders
-
-    @property
-    def _first(self) -> set[int]:
-        """The processes that this one lets go first: they may be about to name a generation, or to meet for the last."""
-        job, record = self._job, self._job.record
-        first = {each for each in job.candidates() if each < job.id}
-        if record.begun < record.number and job.id not in record.members:
-            first.update(each for each in record.members if each in job.waiting)
-        return first
-
-    async def _found(self, record: GenerationRecord, without: set[int]) -> None:
-        """Name waiting processes as the members of a generation, once no further one has arrived for a while."""
-        job = self._job
-        present = job.candidates()
-        with contextlib.suppress(TimeoutError):
-            await job.until(lambda: job.candidates() != present or job.record != record, Deadline.after(_SETTLE))
-            return
-        chosen = tuple(each for each in present if each not in without)
-        # The news of this process may be older than a member that is back.
-        if not self._may_found() or len(chosen) < self._founders or await job.has_members():
-            return
-        if not await job.begin_generation(record, record.number + 1, chosen, record.begun):
-            await job.until(lambda: job.has_replaced(record))
 
     # -- as a member ---------------------------------------------------------------------------
 
@@ -380,7 +304,7 @@ class JobSession(ProcessBound):
         if group.rank() == 0:
             begun = False
             while not begun:
-                await self._until(lambda: len(ids) + len(job.candidates()) >= min_size, deadline, min_size)
+                await self._job.until_present(lambda: len(ids) + len(job.candidates()) >= min_size, deadline, min_size)
                 members, before = (*ids, *job.candidates()), job.record
                 if job.id not in before.members:
                     break
@@ -389,7 +313,7 @@ class JobSession(ProcessBound):
                 begun = await job.begin_generation(before, number, members, last)
                 if not begun:
                     # A record that names this process is that of an earlier rank 0, which was lost.
-                    await self._until(functools.partial(job.has_replaced, before), deadline, min_size)
+                    await self._job.until_present(functools.partial(job.has_replaced, before), deadline, min_size)
             answer = [[number, members, last] if begun else []]
         await group.broadcast_object_list(answer, 0, timeout=deadline.remaining())
         if not answer[0]:
@@ -408,7 +332,9 @@ class JobSession(ProcessBound):
         )
         lost = asyncio.create_task(_first_loss(survivors))
         try:
-            await asyncio.wait([opening, gone, lost], timeout=_ATTEMPT, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [opening, gone, lost], timeout=founding.MEETING_TIMEOUT, return_when=asyncio.FIRST_COMPLETED
+            )
         except BaseException:
             await discard_world(opening)
             raise

@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 
+from asyncdist.elastic import founding
 from asyncdist.elastic import session as session_module
 from asyncdist.elastic.errors import JobTimeoutError
 from asyncdist.elastic.job import GenerationRecord, Job
@@ -34,7 +35,7 @@ async def first_generation(job, size, start_size):
 
 @pytest.mark.parametrize(("num_before", "num_after"), [(1, 0), (0, 1), (2, 2)])
 async def test_stopped_processes_are_passed_over_before_a_job_begins(job, store, num_before, num_after, monkeypatch):
-    monkeypatch.setattr(session_module, "_ATTEMPT", 0.5)
+    monkeypatch.setattr(founding, "MEETING_TIMEOUT", 0.5)
     for _ in range(num_before):
         await wait_stopped(store)
     first = asyncio.create_task(first_generation(job, 2, 2))
@@ -72,7 +73,7 @@ async def test_waiting_processes_leave_a_generation_alone_whose_members_are_meet
     await meeting.wait()
     other = asyncio.create_task(first_generation(job, 1, 1))
     await store.wait(["elastic/test/waiting/2"])
-    await asyncio.sleep(2 * session_module._SETTLE)
+    await asyncio.sleep(2 * founding.SETTLE)
     may_meet.set()
     await founder
     await other
