@@ -27,7 +27,7 @@ _NAMES: dict[str, str] = {
     "DeviceWork": "asyncdist.kernel.devices.work",
     "Endpoint": "asyncdist.kernel.engine.endpoint",
     "Work": "asyncdist.kernel.engine.work",
-    "call_in_thread": "asyncdist.kernel.engine.work",
+    "call_in_thread": "asyncdist.kernel.engine.drivers.stalled_loop",
     "completed": "asyncdist.kernel.engine.work",
     "DTYPES": "asyncdist.kernel.memory.buffers",
     "DTYPE_NUMBERS": "asyncdist.kernel.memory.buffers",
@@ -62,9 +62,9 @@ if TYPE_CHECKING:
     from asyncdist.kernel.devices.lending import DeviceLending as DeviceLending
     from asyncdist.kernel.devices.lending import OwnerHasEnded as OwnerHasEnded
     from asyncdist.kernel.devices.work import DeviceWork as DeviceWork
+    from asyncdist.kernel.engine.drivers.stalled_loop import call_in_thread as call_in_thread
     from asyncdist.kernel.engine.endpoint import Endpoint as Endpoint
     from asyncdist.kernel.engine.work import Work as Work
-    from asyncdist.kernel.engine.work import call_in_thread as call_in_thread
     from asyncdist.kernel.engine.work import completed as completed
     from asyncdist.kernel.memory.buffers import DTYPE_NUMBERS as DTYPE_NUMBERS
     from asyncdist.kernel.memory.buffers import DTYPES as DTYPES

@@ -9,7 +9,6 @@ imports `engine.progress` for its type only, and torch only in `get_future`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import threading
@@ -18,12 +17,17 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic
 
 from asyncdist.base import lifecycle
-from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import GroupError, UsageError, WaitTimeoutError
 from asyncdist.kernel.engine import trio_tasks
+from asyncdist.kernel.engine.drivers.stalled_loop import (
+    STALL_CHECK_INTERVAL,
+    call_in_thread,
+    drive_for,
+    drive_for_stopped_loop,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -51,8 +55,6 @@ else:
 
 log = logging.getLogger("asyncdist")
 
-_STALL_CHECK_INTERVAL = 0.05
-"""Seconds between two checks, by a task that awaits on another loop, whether the driver loop is stopped."""
 _YIELD_INTERVAL = 1e-3
 """Seconds for which awaits of completed works return at once, before one of them yields to the event loop."""
 
@@ -295,7 +297,7 @@ class Work(ProcessBound, _Awaited[T_co]):
                 loop.call_soon_threadsafe(wake)
 
         self._add_callback(completed)
-        stall_check = _drive_for(self, progress, loop)
+        stall_check = drive_for(self, progress, loop)
         try:
             if not self._done:
                 yield from woken
@@ -314,10 +316,10 @@ class Work(ProcessBound, _Awaited[T_co]):
             if progress is not None:
                 progress.ensure_driven()
             while not await completed.wait(
-                _STALL_CHECK_INTERVAL if progress is not None and progress.home else math.inf
+                STALL_CHECK_INTERVAL if progress is not None and progress.home else math.inf
             ):
                 assert progress is not None
-                _drive_for_stopped_loop(progress, self)
+                drive_for_stopped_loop(progress, self)
         except BaseException:
             self._mark_retrieved()
             raise
@@ -372,7 +374,7 @@ class Work(ProcessBound, _Awaited[T_co]):
                 _complete_future(self)
                 return future
         if first:
-            self.add_done_callback(_complete_future_in_thread)
+            self.add_done_callback(lambda work: call_in_thread(lambda: _complete_future(work)))
         return future
 
     def _state(self) -> str:
@@ -383,35 +385,12 @@ class Work(ProcessBound, _Awaited[T_co]):
         return f"<Work that {self._state()}: await it as it is, it needs no task>"
 
 
-class _StallCheck:
-    """A timer of an event loop that waits for a work: it lets a thread drive while the driver loop is stopped."""
-
-    def __init__(self, work: Work, progress: Progress, loop: asyncio.AbstractEventLoop) -> None:
-        self._work, self._progress, self._loop = work, progress, loop
-        self._check()
-
-    def _check(self) -> None:
-        _drive_for_stopped_loop(self._progress, self._work)
-        self._timer = self._loop.call_later(_STALL_CHECK_INTERVAL, self._check)
-
-    def cancel(self) -> None:
-        self._timer.cancel()
-
-
-def _drive_for(work: Work, progress: Progress | None, loop: asyncio.AbstractEventLoop) -> _StallCheck | None:
-    """Make sure that ``work``, for which ``loop`` waits, is driven; return the check to cancel after the wait."""
-    if progress is None:
-        return None
-    progress.ensure_driven()
-    return _StallCheck(work, progress, loop) if progress.home and progress.loop is not loop else None
-
-
 class _LoopCallback:
     """A callback of asyncio, which only the event loop's own thread may call. It equals the callback."""
 
     def __init__(self, work: Work, loop: asyncio.AbstractEventLoop, callback: Callable[[Work], object]) -> None:
         self._loop, self._callback = loop, callback
-        self._stall_check = None if work.is_completed() else _drive_for(work, work._progress, loop)
+        self._stall_check = None if work.is_completed() else drive_for(work, work._progress, loop)
 
     def __call__(self, work: Work) -> None:
         if asyncio._get_running_loop() is self._loop:
@@ -512,38 +491,6 @@ class _SequentialWork(Work[list[Any]]):
         until = monotonic() + seconds(timeout)
         for work in self._works:
             work.synchronize(max(0.0, until - monotonic()))
-
-
-# -- threads for functions that may block -------------------------------------------------------------
-
-# A function that runs here may wait for another one that runs here, so no number of threads is enough.
-_blocking_calls = DaemonThreadPool("asyncdist-futures", max_threads=32, grows=True)
-
-
-def call_in_thread(function: Callable[[], object]) -> None:
-    """Run a function that may block on another operation in a daemon thread, never on the driving thread."""
-    # An interpreter that shuts down starts no thread.
-    with contextlib.suppress(RuntimeError):
-        _blocking_calls.submit(function)
-
-
-def _drive_for_stopped_loop(progress: Progress, work: Work) -> None:
-    """Drive for one interval in a daemon thread if the driver loop is stopped and no such thread drives yet."""
-    home = progress.home
-
-    def drive() -> None:
-        try:
-            progress.drive(work, monotonic() + _STALL_CHECK_INTERVAL)
-        finally:
-            home.replaced = False
-
-    if home.is_stopped and not home.replaced:
-        home.replaced = True
-        call_in_thread(drive)
-
-
-def _complete_future_in_thread(work: Work) -> None:
-    call_in_thread(lambda: _complete_future(work))
 
 
 def _complete_future(work: Work) -> None:
