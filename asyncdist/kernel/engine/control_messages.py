@@ -50,7 +50,8 @@ def decode_abort(body: bytes, peer: int, host: EngineHost) -> GroupError:
         error = PeerLostError(about, "")
         error.reason = reason if "noticed by" in reason else f"{reason}, noticed by rank {by}"
     elif kind == MismatchError.__name__ and isinstance(about, int):
-        error = MismatchError(by, f"rank {by} found that {reason}" if "found that" not in reason else reason)
+        names_finder = "found that" in reason or reason.startswith(f"rank {by} ")
+        error = MismatchError(by, reason if names_finder else f"rank {by} found that {reason}")
     elif kind == OperationTimeoutError.__name__:
         error = GroupAbortedError(f"rank {by} {reason}", peer=by)
         error.explain(host.connectivity_problem([by]))
