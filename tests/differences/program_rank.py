@@ -78,7 +78,11 @@ def _outcome(run: Any) -> Outcome:
     try:
         return run()
     except Exception as error:
-        return "raised", type(error).__name__, str(error)[:300], _is_named(error)
+        return _raised(error)
+
+
+def _raised(error: Exception) -> Outcome:
+    return "raised", type(error).__name__, str(error)[:300], _is_named(error)
 
 
 def _is_named(error: Exception) -> bool:
@@ -189,7 +193,7 @@ class _Started:
             try:
                 await work
             except Exception as error:
-                self._error = _outcome(lambda error=error: (_ for _ in ()).throw(error))
+                self._error = _raised(error)
 
     def _call(self, api: Any, options: dict[str, Any]) -> Any:
         step, plan, size = self._step, self._step.tensor, len(self._ranks)

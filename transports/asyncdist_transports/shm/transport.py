@@ -446,9 +446,6 @@ class ShmLink(Link):
     def open(self) -> None:
         """Do nothing: local peers are connected before the world opens."""
 
-    def close(self) -> None:
-        """Do nothing: local peers are disconnected when the transport closes."""
-
 
 def _too_few_sockets(cause: OSError) -> str:
     return f"this process gets no more sockets: {cause.strerror}"
