@@ -3,6 +3,8 @@
 Ranks are threads, so that mapping another rank's memory only needs its address.
 """
 
+import threading
+
 import pytest
 import torch
 
@@ -61,8 +63,12 @@ def test_small_calls_go_through_the_host(collective, count, maps, run):
 
 
 def test_no_rank_waits_for_ever_for_the_device_of_another(run, until):
+    passed = threading.Barrier(2)
+
     def program(device):
         device.barrier().wait()
+        # An abort would end the barrier of a rank that has not yet passed it.
+        passed.wait(60)
         (driver,) = device.drivers
         if device.rank() == 1:
             driver.holds = True
