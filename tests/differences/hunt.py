@@ -251,7 +251,8 @@ def main() -> int:
                 hunt(kind, rivals, tally, examples=given.examples, seed=seed, until=until)
             except (OursIsWrong, hypothesis.errors.Flaky) as wrong:
                 failures += 1
-                print(f"\nWRONG, {kind}, seed {seed}: {wrong}\n", flush=True)
+                because = "".join(f"\n  {cause!r}" for cause in getattr(wrong, "exceptions", ()))
+                print(f"\nWRONG, {kind}, seed {seed}: {wrong}{because}\n", flush=True)
             seed += 1
             if time.monotonic() > shown + 30:
                 shown = time.monotonic()

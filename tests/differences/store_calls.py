@@ -32,6 +32,7 @@ def run(program: StoreProgram, client: Any) -> list[Any]:
     """Return the answer of each call; a call that raises has `_FAILED` and the error as its answer."""
     prefixed = (store if type(client).__module__.startswith("asyncdist") else dist).PrefixStore("p", client)
     answers = []
+    client.set_timeout(_LIMIT)
     num_before = client.num_keys()
     for call in program.calls:
         try:
@@ -49,6 +50,7 @@ def empty(client: Any) -> None:
     """Delete what a program may have left in a store."""
     prefixed = (store if type(client).__module__.startswith("asyncdist") else dist).PrefixStore("p", client)
     for each in (client, prefixed):
+        each.set_timeout(_LIMIT)
         for key in map(spelled, KEYS):
             each.delete_key(key)
             for _ in range(each.queue_len(key)):
