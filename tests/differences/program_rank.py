@@ -155,7 +155,8 @@ class _Started:
             tensor.copy_(values)
         if plan.grad != "none" and (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.detach().requires_grad_()
-            tensor = tensor if plan.grad == "leaf" else tensor.clone()
+            # A clone of an expanded tensor is not expanded.
+            tensor = tensor if plan.grad == "leaf" or is_expanded(plan) else tensor.clone()
         if is_written:
             self._written.append(_Written(tensor, around, plan))
         else:
