@@ -94,6 +94,8 @@ def _has_type(step: Step) -> bool:
 def _arrays(step: Step, rank: int) -> tuple[Any, ...]:
     """Return a step as program_mpi.py takes it: with the arrays that a rank contributes."""
     plan, size, counts, root = step.tensor, len(GROUPS["all"]), None, step.root % WORLD
+    if step.call == "barrier":
+        return step.call, step.op, root, [], counts
     arrays = [plan.values(rank).numpy()]
     if step.call in ("reduce_scatter", "reduce_scatter_tensor", "scatter", "all_to_all"):
         arrays = [plan.values(rank * 10 + place).numpy() for place in range(size)]
@@ -102,4 +104,4 @@ def _arrays(step: Step, rank: int) -> tuple[Any, ...]:
         counts = table[rank].tolist(), table[:, rank].tolist()
         shape = Tensor(plan.dtype, (sum(counts[0]), *plan.shape[1:]), plan.layout, plan.palette, plan.seed)
         arrays = [shape.values(rank).numpy()]
-    return step.call, step.op, root, arrays if step.call != "barrier" else [], counts
+    return step.call, step.op, root, arrays, counts
