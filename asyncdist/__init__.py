@@ -32,7 +32,10 @@ _MODULES = {
     "asyncdist.ddp.sharded_optimizer": "ZeroRedundancyOptimizer",
     "asyncdist.ddp.sync_batchnorm": "SyncBatchNorm",
     "asyncdist.elastic.session": "JobSession join",
-    "asyncdist.groups.aio": "destroy_process_group init_process_group process_group",
+    "asyncdist.groups.aio": """all_gather_coalesced_init all_gather_init all_gather_single_init all_reduce_coalesced_init
+        all_reduce_init all_to_all_init all_to_all_single_init barrier_init broadcast_init destroy_process_group gather_init
+        gather_single_init init_process_group process_group reduce_init reduce_scatter_init reduce_scatter_single_init
+        scatter_init""",
     "asyncdist.groups.collectives_api": "P2POp",
     "asyncdist.groups.default_world": """GroupMember get_backend get_global_rank get_group_rank get_node_local_rank
         get_process_group_ranks get_rank get_world_size group is_available is_backend_available is_gloo_available
@@ -43,6 +46,7 @@ _MODULES = {
     "asyncdist.groups.members.regrouping": "Agreed",
     "asyncdist.groups.members.step": "GroupStep",
     "asyncdist.groups.members.training_state": "State",
+    "asyncdist.groups.persistent": "PersistentCollective start_all",
     "asyncdist.groups.subgroups": "NonMember",
     "asyncdist.kernel.engine.work": "Work",
     "asyncdist.kernel.memory.registered": "empty",
@@ -93,10 +97,25 @@ if TYPE_CHECKING:
     from asyncdist.ddp.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from asyncdist.elastic.session import JobSession as JobSession
     from asyncdist.elastic.session import join as join
+    from asyncdist.groups.aio import all_gather_coalesced_init as all_gather_coalesced_init
+    from asyncdist.groups.aio import all_gather_init as all_gather_init
+    from asyncdist.groups.aio import all_gather_single_init as all_gather_single_init
+    from asyncdist.groups.aio import all_reduce_coalesced_init as all_reduce_coalesced_init
+    from asyncdist.groups.aio import all_reduce_init as all_reduce_init
+    from asyncdist.groups.aio import all_to_all_init as all_to_all_init
+    from asyncdist.groups.aio import all_to_all_single_init as all_to_all_single_init
     from asyncdist.groups.aio import api
+    from asyncdist.groups.aio import barrier_init as barrier_init
+    from asyncdist.groups.aio import broadcast_init as broadcast_init
     from asyncdist.groups.aio import destroy_process_group as destroy_process_group
+    from asyncdist.groups.aio import gather_init as gather_init
+    from asyncdist.groups.aio import gather_single_init as gather_single_init
     from asyncdist.groups.aio import init_process_group as init_process_group
     from asyncdist.groups.aio import process_group as process_group
+    from asyncdist.groups.aio import reduce_init as reduce_init
+    from asyncdist.groups.aio import reduce_scatter_init as reduce_scatter_init
+    from asyncdist.groups.aio import reduce_scatter_single_init as reduce_scatter_single_init
+    from asyncdist.groups.aio import scatter_init as scatter_init
     from asyncdist.groups.collectives_api import P2POp as P2POp
     from asyncdist.groups.default_world import GroupMember as GroupMember
     from asyncdist.groups.default_world import get_backend as get_backend
@@ -126,6 +145,8 @@ if TYPE_CHECKING:
     from asyncdist.groups.members.regrouping import Agreed as Agreed
     from asyncdist.groups.members.step import GroupStep as GroupStep
     from asyncdist.groups.members.training_state import State as State
+    from asyncdist.groups.persistent import PersistentCollective as PersistentCollective
+    from asyncdist.groups.persistent import start_all as start_all
     from asyncdist.groups.subgroups import NonMember as NonMember
     from asyncdist.kernel.engine.work import Work as Work
     from asyncdist.kernel.memory.registered import empty as empty

@@ -51,6 +51,8 @@ from asyncdist.groups.members.member_watch import MemberChange
 from asyncdist.groups.members.regrouping import Agreed
 from asyncdist.groups.members.step import GroupStep
 from asyncdist.groups.members.training_state import State
+from asyncdist.groups.persistent import PersistentCollective, start_all
+from asyncdist.groups.persistent_api import blocking
 from asyncdist.groups.subgroups import NonMember
 from asyncdist.groups.world import World, open_world
 from asyncdist.kernel.engine.work import Work
@@ -208,6 +210,22 @@ scatter_object_list = _api.scatter_object_list
 send = _api.send
 send_object_list = _api.send_object_list
 
+all_gather_init = blocking(aio.api.all_gather)
+all_gather_coalesced_init = blocking(aio.api.all_gather_coalesced)
+all_gather_single_init = blocking(aio.api.all_gather_single)
+all_reduce_init = blocking(aio.api.all_reduce)
+all_reduce_coalesced_init = blocking(aio.api.all_reduce_coalesced)
+all_to_all_init = blocking(aio.api.all_to_all)
+all_to_all_single_init = blocking(aio.api.all_to_all_single)
+barrier_init = blocking(aio.api.barrier)
+broadcast_init = blocking(aio.api.broadcast)
+gather_init = blocking(aio.api.gather)
+gather_single_init = blocking(aio.api.gather_single)
+reduce_init = blocking(aio.api.reduce)
+reduce_scatter_init = blocking(aio.api.reduce_scatter)
+reduce_scatter_single_init = blocking(aio.api.reduce_scatter_single)
+scatter_init = blocking(aio.api.scatter)
+
 
 _BLOCKING = {"DiLoCo": "BlockingDiLoCo", "LocalSGD": "BlockingLocalSGD"}
 
@@ -228,19 +246,20 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Agreed", "CommunicationSavings", "DiLoCo", "DistributedDataParallel", "DistributedSampler", "FileStore", "Group",
-    "GroupMember", "GroupMetrics", "GroupStep", "HashStore", "JobSession", "LocalSGD", "MemberChange",
-    "NonMember", "OperationRecord", "P2POp",
-    "PrefixStore", "ProcessGroup", "ReduceOp", "State", "SyncBatchNorm", "TCPStore", "Work",
-    "ZeroRedundancyOptimizer", "agree", "all_gather",
-    "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce",
-    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast",
-    "broadcast_object_list", "destroy_process_group", "empty", "gather", "gather_into_tensor", "gather_object",
-    "gather_single", "get_backend", "get_global_rank", "get_group_rank", "get_node_local_rank",
-    "get_process_group_ranks", "get_rank", "get_world_size", "group", "init_process_group", "irecv",
-    "is_available", "is_backend_available", "is_gloo_available", "is_initialized", "is_mpi_available",
-    "is_nccl_available", "is_torchelastic_launched", "isend", "join", "monitored_barrier", "new_group",
-    "new_subgroups", "new_subgroups_by_enumeration", "premul_sum", "process_group", "recv", "recv_object_list",
-    "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "register_hook", "regroup",
-    "revoke", "scatter", "scatter_object_list", "send", "send_object_list", "serve_metrics", "set_timeout",
-    "split_group", "trace_operations", "watch_members",
+    "GroupMember", "GroupMetrics", "GroupStep", "HashStore", "JobSession", "LocalSGD", "MemberChange", "NonMember",
+    "OperationRecord", "P2POp", "PersistentCollective", "PrefixStore", "ProcessGroup", "ReduceOp", "State",
+    "SyncBatchNorm", "TCPStore", "Work", "ZeroRedundancyOptimizer", "agree", "all_gather", "all_gather_coalesced",
+    "all_gather_coalesced_init", "all_gather_init", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
+    "all_gather_single_init", "all_reduce", "all_reduce_coalesced", "all_reduce_coalesced_init", "all_reduce_init",
+    "all_to_all", "all_to_all_init", "all_to_all_single", "all_to_all_single_init", "barrier", "barrier_init",
+    "batch_isend_irecv", "broadcast", "broadcast_init", "broadcast_object_list", "destroy_process_group", "empty",
+    "gather", "gather_init", "gather_into_tensor", "gather_object", "gather_single", "gather_single_init", "get_backend",
+    "get_global_rank", "get_group_rank", "get_node_local_rank", "get_process_group_ranks", "get_rank", "get_world_size",
+    "group", "init_process_group", "irecv", "is_available", "is_backend_available", "is_gloo_available", "is_initialized",
+    "is_mpi_available", "is_nccl_available", "is_torchelastic_launched", "isend", "join", "monitored_barrier",
+    "new_group", "new_subgroups", "new_subgroups_by_enumeration", "premul_sum", "process_group", "recv",
+    "recv_object_list", "reduce", "reduce_init", "reduce_scatter", "reduce_scatter_init", "reduce_scatter_single",
+    "reduce_scatter_single_init", "reduce_scatter_tensor", "register_hook", "regroup", "revoke", "scatter",
+    "scatter_init", "scatter_object_list", "send", "send_object_list", "serve_metrics", "set_timeout", "split_group",
+    "start_all", "trace_operations", "watch_members",
 ]  # fmt: skip

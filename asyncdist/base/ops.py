@@ -18,15 +18,22 @@ class Collective(IntEnum):
     reduce_scatter = 7
     all_to_all = 8
     barrier = 9
-    monitored_barrier = 10
-    send = 11
-    recv = 12
-    all_gather_object = 13
-    gather_object = 14
-    scatter_object_list = 15
-    broadcast_object_list = 16
-    all_reduce_coalesced = 17
-    all_gather_coalesced = 18
+    all_reduce_coalesced = 10
+    all_gather_coalesced = 11
+    monitored_barrier = 12
+    send = 13
+    recv = 14
+    all_gather_object = 15
+    gather_object = 16
+    scatter_object_list = 17
+    broadcast_object_list = 18
+
+
+PREPARES = len(Collective)
+"""Added to the number of a collective, at most 11, in the fingerprint with which ranks prepare a persistent one.
+
+Numbers above 31 would give fingerprints that are no positive numbers of 64 bits with a sign.
+"""
 
 
 def is_message(op: str) -> bool:

@@ -17,6 +17,7 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.groups import default_world
 from asyncdist.groups.collectives_api import CollectivesApi
 from asyncdist.groups.group import Group
+from asyncdist.groups.persistent_api import awaited
 from asyncdist.groups.world import World, open_world
 from asyncdist.kernel.engine import trio_tasks
 
@@ -179,3 +180,19 @@ async def process_group(
 
 
 api = CollectivesApi()
+
+all_gather_init = awaited(api.all_gather)
+all_gather_coalesced_init = awaited(api.all_gather_coalesced)
+all_gather_single_init = awaited(api.all_gather_single)
+all_reduce_init = awaited(api.all_reduce)
+all_reduce_coalesced_init = awaited(api.all_reduce_coalesced)
+all_to_all_init = awaited(api.all_to_all)
+all_to_all_single_init = awaited(api.all_to_all_single)
+barrier_init = awaited(api.barrier)
+broadcast_init = awaited(api.broadcast)
+gather_init = awaited(api.gather)
+gather_single_init = awaited(api.gather_single)
+reduce_init = awaited(api.reduce)
+reduce_scatter_init = awaited(api.reduce_scatter)
+reduce_scatter_single_init = awaited(api.reduce_scatter_single)
+scatter_init = awaited(api.scatter)

@@ -22,6 +22,7 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemoryError, UsageError
 from asyncdist.groups.members.member_ops import MemberOps
+from asyncdist.groups.persistent import PersistentOps
 from asyncdist.groups.subgroups import SubgroupOps
 from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.algorithms.selection import forced_by
@@ -62,7 +63,7 @@ class _PeerMessage(Protocol):
 
 
 @excluded_from_compile
-class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps, SubgroupOps):
+class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, SubgroupOps):
     """An ordered set of ranks of a world, a process group in the terms of torch.distributed.
 
     Make groups with `asyncdist.new_group` and similar functions, or with the methods of these names, on every member in
@@ -152,14 +153,6 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps, SubgroupOps):
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name not in self._INTERNAL]
-
-    def group_rank(self, global_rank: int) -> int:
-        """Return the group rank of a global rank; raise UsageError if the global rank is not in this group."""
-        try:
-            return self.ranks.index(global_rank)
-        except ValueError:
-            reason = f"global rank {global_rank!r} is not in group {self.name!r}, which has {self.ranks}"
-            raise UsageError(reason) from None
 
     # -- hooks ----------------------------------------------------------------------------------
 

@@ -82,6 +82,10 @@ async def test_new_group_sorts_ranks_unless_sort_ranks_is_false(monkeypatch):
         assert asyncdist.split_group(backwards, [[2, 0], [1]]).ranks == (3, 2)
 
 
+PREPARED = """
+    all_gather all_gather_coalesced all_gather_single all_reduce all_reduce_coalesced all_to_all all_to_all_single barrier
+    broadcast gather gather_single reduce reduce_scatter reduce_scatter_single scatter
+"""
 GROUP = set(
     """
     abort adopt agree all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single
@@ -92,6 +96,7 @@ GROUP = set(
     scatter_object_list send send_object_list set_timeout shares_memory size split_group step watch_members
     """.split()
 )
+GROUP |= {f"{name}_init" for name in PREPARED.split()}
 GROUP_ATTRIBUTES = {"changed", "generation", "hooks", "member_ids", "name", "ranks", "timeout"}
 
 

@@ -264,6 +264,13 @@ class Rank:
             await self.call("all_reduce", tensor, group=self.group(group))
         return tensor[-1].item()
 
+    async def all_reduce_persistent(self, group, count, rounds):
+        tensor = self.ones(count)
+        call = await self.call("all_reduce_init", tensor, group=self.group(group))
+        for _ in range(rounds):
+            await self.wait(call.start())
+        return tensor[-1].item()
+
     async def regroup(self, min_size=1, timeout=None):
         group = await self.call("regroup", min_size=min_size, timeout=timeout)
         return group.rank(), group.member_ids, group.generation

@@ -20,6 +20,7 @@ def check_all_lost(told, answers, dead):
     [
         (("all_reduce", "world", 10, 50), "all_reduce=doubling", (0, 3, 9)),
         (("all_reduce", "world", 300_000, 50), "all_reduce=ring", (0, 7, 20)),
+        (("all_reduce_persistent", "world", 10, 50), "all_reduce=doubling", (1, 9)),
         (("broadcast", "world", 300_000, 2, 50), "broadcast=tree", (0, 1)),
         (("broadcast", "world", 300_000, 0, 50), "broadcast=tree", (1, 4)),
     ],

@@ -79,6 +79,14 @@ class CollectiveOps(ABC):
         """Return the number of ranks in this group."""
         return len(self.ranks)
 
+    def group_rank(self, global_rank: int) -> int:
+        """Return the group rank of a global rank; raise UsageError if the global rank is not in this group."""
+        try:
+            return self.ranks.index(global_rank)
+        except ValueError:
+            reason = f"global rank {global_rank!r} is not in group {self.name!r}, which has {self.ranks}"
+            raise UsageError(reason) from None
+
     # -- starting -----------------------------------------------------------------------------
 
     @abstractmethod

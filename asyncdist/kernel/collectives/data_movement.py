@@ -33,7 +33,7 @@ from asyncdist.kernel.memory.buffers import (
     flat_memory,
 )
 from asyncdist.kernel.transport.native import CallSignature
-from asyncdist.kernel.transport.wire_format import RUNS
+from asyncdist.kernel.transport.wire_format import RUNS, prepared_fingerprint
 
 # -- movement -------------------------------------------------------------------------------------
 
@@ -289,7 +289,15 @@ def _all_to_all(
 
 def barrier(group: GroupContext) -> CallPlan:
     """Complete when every rank has called the barrier."""
-    call = fingerprint(Collective.barrier, None, 0, None, None)
+    return _barrier(group, fingerprint(Collective.barrier, None, 0, None, None))
+
+
+def meeting(group: GroupContext, call: int) -> CallPlan:
+    """Complete when every rank has prepared a persistent collective with this fingerprint."""
+    return _barrier(group, prepared_fingerprint(call))
+
+
+def _barrier(group: GroupContext, call: int) -> CallPlan:
     if (plan := group.in_memory(CallSignature(Collective.barrier, call, torch.uint8, (0,)), 0)) is not None:
         return plan
     if (hierarchical := group.hierarchical_for("barrier")) is not None:

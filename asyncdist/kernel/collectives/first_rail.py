@@ -92,7 +92,7 @@ class FirstRailCollectives:
         self._order = [rank for members in layout.nodes for rank in members]
         # The model takes longer than a small call over shared memory.
         self._reductions: BoundedCache[tuple[int, int], SmallAllReduce] = BoundedCache(_CACHED_CALLS)
-        self._barrier: SmallAllReduce | None = None
+        self._barriers: BoundedCache[int, SmallAllReduce] = BoundedCache(_CACHED_CALLS)
         self._byte = Memory(torch.zeros(1, dtype=torch.uint8, device="cpu"))
         """What a node reduces and copies in a barrier."""
         self._gathers: BoundedCache[tuple[int, int], SmallAllGather | None] = BoundedCache(_CACHED_CALLS)
@@ -143,7 +143,7 @@ class FirstRailCollectives:
 
     def barrier(self, call: int, number: int) -> Schedule:
         """Complete when every rank has called the barrier."""
-        steps = self._barrier = self._barrier or self._prepare_barrier(call)
+        steps = self._barriers.get(call) or self._prepare_barrier(call)
         if steps.reduce is not None:
             yield from steps.reduce(number, self._byte.tensor)
         if self._layout.place == 0:
@@ -158,7 +158,7 @@ class FirstRailCollectives:
             return among(layout.rail(0), recursive_doubling.barrier(layout.node, hosts, NOTHING, NOTHING))
 
         recorded = RecordedCall([dissemination if layout.place == 0 else _nothing], [])
-        return self._around(recorded, call, self._byte, self._byte, _BARRIER_KERNELS)
+        return self._barriers.add(call, self._around(recorded, call, self._byte, self._byte, _BARRIER_KERNELS))
 
     # -- all_gather ------------------------------------------------------------------------------
 

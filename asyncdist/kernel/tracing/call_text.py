@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncdist.base.ops import Collective, ReduceOp
+from asyncdist.base.ops import PREPARES, Collective, ReduceOp
 from asyncdist.kernel.memory.buffers import DTYPES
 from asyncdist.kernel.transport.wire_format import Fingerprint
 
@@ -25,7 +25,9 @@ def describe_call(call: Fingerprint, rank: int, other_call: Fingerprint, peer: i
 
 def call_in_words(call: Fingerprint, name: str = "") -> str:
     """Return a call in source form, under ``name`` if given: ``all_reduce(8 x float32, SUM)``."""
-    name = name or _member(Collective, call.collective)
+    if not name:
+        prepares = call.collective > PREPARES
+        name = _member(Collective, call.collective - PREPARES * prepares) + "_init" * prepares
     details = []
     if call.dtype:
         dtype = str(DTYPES.get(call.dtype, f"dtype {call.dtype}")).removeprefix("torch.")

@@ -23,6 +23,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from asyncdist.base.ops import PREPARES
+
 KEY = struct.Struct("<QII")
 _TAIL = struct.Struct("<QQBxxx")
 KEY_NBYTES = KEY.size
@@ -89,7 +91,7 @@ class Fingerprint:
     A field that an operation does not compare is zero on every rank.
 
     Attributes:
-        collective: The number of the `Collective`.
+        collective: The number of the `Collective`, plus `PREPARES` if the ranks prepare it for many calls.
         dtype: The number of the dtype in `memory.buffers`.
         reduction: The number of the `ReduceOp`.
         root: 1 + the root's group rank; 0 without a root.
@@ -121,6 +123,11 @@ class Fingerprint:
     def differences(self, other: Fingerprint) -> list[str]:
         """Return the names of the fields in which two fingerprints differ."""
         return [name for name, _ in _FIELDS if getattr(self, name) != getattr(other, name)]
+
+
+def prepared_fingerprint(word: int) -> int:
+    """Return the fingerprint with which ranks prepare the call that has the fingerprint ``word``."""
+    return word + (PREPARES << sum(width for _, width in _FIELDS[1:]))
 
 
 _AFTER_DTYPE = sum(width for _, width in _FIELDS[2:])

@@ -1,0 +1,226 @@
+"""Persistent collectives: calls that are prepared once and started again and again on the same memory.
+
+`Group` has an ``_init`` form of each collective, and so have `asyncdist` and `asyncdist.sync`, as MPI 4 has
+(``MPI_Allreduce_init``). It takes the arguments of the collective, and gives a `PersistentCollective`. The ranks meet when
+it is made and compare their calls, so a mismatch is told then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack
+
+import torch
+
+from asyncdist.base.lifecycle import ProcessBound
+from asyncdist.errors import UnsupportedError, UsageError
+from asyncdist.kernel.collectives.call_plan import CallPlan, Prepare, Result, converted
+from asyncdist.kernel.collectives.collective_ops import CallOptions, CollectiveOps
+from asyncdist.kernel.collectives.data_movement import meeting
+from asyncdist.kernel.engine.work import Work, joined
+from asyncdist.kernel.memory.torch_compile import excluded_from_compile
+from asyncdist.kernel.memory.user_modes import leave_user_modes
+from asyncdist.kernel.torch_private import count_dispatch_modes, forward_ad_level, innermost_transform
+
+T = TypeVar("T")
+P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., Any])
+_address_of = torch.Tensor.data_ptr
+
+
+@excluded_from_compile
+class PersistentCollective(ProcessBound, Generic[T]):
+    """A collective of a group on the same tensors, prepared for many calls. Made by `Group.all_reduce_init` and its like.
+
+    Every member starts it equally often, in the same order with the group's other collectives. The tensors keep their
+    memory as long as they are used here. Any thread may start it, one call at a time.
+
+    Attributes:
+        op: The name of the collective.
+
+    Example:
+        >>> gradients = torch.zeros(1000)
+        >>> average = await dist.all_reduce_init(gradients, dist.ReduceOp.AVG)
+        >>> for step in range(10):
+        ...     gradients.normal_()
+        ...     await average.start()
+    """
+
+    _elsewhere = "each process prepares its own"
+
+    def __init__(
+        self, owner: CollectiveOps, op: str, plan: CallPlan, tensors: Sequence[Any], values: Sequence[Any], writes: bool
+    ) -> None:
+        self.op = op
+        self._owner, self._plan, self._writes = owner, plan, writes
+        self._is_contiguous = values is tensors
+        self._value: Any = tensors[0] if tensors else None
+        self._result: Result = (self._value, (), writes)
+        # The caller may change its lists.
+        self._tensors: Sequence[Any] | None = [list(each) if isinstance(each, list) else each for each in tensors]
+        self._read = _listed(self._tensors) if self._is_contiguous else []
+        self._addresses = [tensor.data_ptr() for tensor in self._read]
+        self._pending: Work[T] | None = None
+
+    def __repr__(self) -> str:
+        return f"<PersistentCollective {self.op} of group {self._owner.name!r}>"
+
+    def start(self, **options: Unpack[CallOptions]) -> Work[T]:
+        """Start the collective, and return its work, whose value is that of the collective.
+
+        Raises:
+            UsageError: The call before has not completed, `free` was called, or a tensor has other memory than before.
+            NotInitializedError: The group was destroyed, or its members have regrouped.
+        """
+        return self._begin(options)
+
+    def _begin(self, options: CallOptions) -> Work[T]:
+        # Asked here too, because `leave_user_modes` would cost each call a Python frame.
+        uses_modes = count_dispatch_modes() or innermost_transform() is not None or forward_ad_level() >= 0
+        left = leave_user_modes() if uses_modes else None
+        try:
+            tensors, result = self._tensors, self._result
+            if tensors is None:
+                raise UsageError("this persistent collective was freed: prepare another one")
+            if self._pending is not None and not self._pending.is_completed():
+                raise UsageError("the call before has not completed: wait for its work before you start another")
+            if not self._is_contiguous:
+                tensors, outputs = converted(tensors, self._owner._device, writes=self._writes)
+                result = (self._value, outputs, self._writes)
+            elif list(map(_address_of, self._read)) != self._addresses:
+                raise UsageError(
+                    f"a tensor has other memory than when it was prepared: call {self.op}_init again on all ranks"
+                )
+            work = self._pending = self._owner._run(self.op, self._plan, tensors, result, options)
+        except UsageError as error:
+            self._owner._refused(self.op, error)
+            raise
+        finally:
+            if left is not None:
+                left.close()
+        return work
+
+    def run(self, **options: Unpack[CallOptions]) -> T:
+        """Start the collective, block until it is complete, and return its value. Raises what `start` and its work do."""
+        options["background"] = False
+        work = self._begin(options)
+        return self._value if work.is_success() else work.result()
+
+    def free(self) -> None:
+        """Let go of the tensors. A call that has started goes on. Idempotent; does not communicate."""
+        self._tensors, self._read = None, []
+
+
+def start_all(calls: Sequence[PersistentCollective[Any]], **options: Unpack[CallOptions]) -> Work[list[Any]]:
+    """Start several persistent collectives in turn; return one work, whose value is the list of their values.
+
+    Raises:
+        UsageError: One of them cannot start; see `PersistentCollective.start`. Those before it have started.
+    """
+    return joined([call.start(**options) for call in calls])
+
+
+def _listed(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, (list, tuple)):
+        return [tensor for each in values for tensor in _listed(each)]
+    return [] if values is None else [values]
+
+
+class Preparing(CollectiveOps):
+    """The collectives of a group, which prepare a call instead of starting it.
+
+    Args:
+        group: The group whose members meet.
+        owner: What runs the calls: the group, or its operations on a device.
+    """
+
+    def __init__(self, group: CollectiveOps, owner: CollectiveOps | None = None) -> None:
+        self._group, self._owner = group, group if owner is None else owner
+        self._given: Sequence[Any] = ()
+        for name in (
+            "_device",
+            "_device_if_not_host",
+            "_plans",
+            "_rank",
+            "context",
+            "member_ids",
+            "name",
+            "ranks",
+            "timeout",
+        ):
+            setattr(self, name, getattr(self._owner, name))
+
+    def _group_for(self, value: Any) -> CollectiveOps:
+        owner = self._owner._group_for(value)
+        return self if owner is self._owner else Preparing(self._group, owner)
+
+    def _call(
+        self,
+        name: str,
+        prepare: Prepare,
+        tensors: tuple[Any, ...],
+        options: CallOptions,
+        arguments: tuple[Any, ...] = (),
+        *,
+        writes: bool = True,
+    ) -> Work:
+        self._given = tensors
+        return super()._call(name, prepare, tensors, options, arguments, writes=writes)
+
+    def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
+        _, _, writes = result
+        call: PersistentCollective[Any] = PersistentCollective(self._owner, name, plan, self._given, tensors, writes)
+        group = self._group
+        return group._run(f"{name}_init", meeting(group.context, plan.fingerprint), (), (call, (), False), options)
+
+    def _send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Work:
+        raise UnsupportedError("a message cannot be persistent")
+
+    def _receive(self, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Work:
+        raise UnsupportedError("a message cannot be persistent")
+
+
+def _method(
+    call: Callable[Concatenate[Any, P], Work[T]],
+) -> Callable[Concatenate[Any, P], Work[PersistentCollective[T]]]:
+    """Return the ``_init`` form of a method of a group."""
+
+    def init(self: Any, /, *args: P.args, **options: P.kwargs) -> Work[PersistentCollective[T]]:
+        return call(Preparing(self), *args, **options)  # type: ignore[return-value]
+
+    return described(init, call, "a work whose value is the `PersistentCollective`")
+
+
+def described(init: F, call: Any, result: str) -> F:
+    """Give a function the name and the help of the ``_init`` form of a collective."""
+    functools.update_wrapper(init, call)
+    init.__name__, init.__qualname__ = f"{call.__name__}_init", f"{call.__qualname__}_init"
+    init.__doc__ = (
+        f"Prepare `{call.__name__}` for many calls on the same tensors. The arguments are its own.\n\n"
+        f"Every member of the group calls this, in the same order with the other collectives. Returns {result}.\n\n"
+        "Raises:\n    UsageError: The arguments are refused by the collective.\n"
+        "    MismatchError: The ranks prepare different calls.\n"
+        "    GroupError: A rank died, the timeout passed, or the group has failed."
+    )
+    return init
+
+
+class PersistentOps:
+    """The ``_init`` forms of a group's collectives; see `PersistentCollective`."""
+
+    all_gather_coalesced_init = _method(CollectiveOps.all_gather_coalesced)
+    all_gather_init = _method(CollectiveOps.all_gather)
+    all_gather_single_init = _method(CollectiveOps.all_gather_single)
+    all_reduce_coalesced_init = _method(CollectiveOps.all_reduce_coalesced)
+    all_reduce_init = _method(CollectiveOps.all_reduce)
+    all_to_all_init = _method(CollectiveOps.all_to_all)
+    all_to_all_single_init = _method(CollectiveOps.all_to_all_single)
+    barrier_init = _method(CollectiveOps.barrier)
+    broadcast_init = _method(CollectiveOps.broadcast)
+    gather_init = _method(CollectiveOps.gather)
+    gather_single_init = _method(CollectiveOps.gather_single)
+    reduce_init = _method(CollectiveOps.reduce)
+    reduce_scatter_init = _method(CollectiveOps.reduce_scatter)
+    reduce_scatter_single_init = _method(CollectiveOps.reduce_scatter_single)
+    scatter_init = _method(CollectiveOps.scatter)
