@@ -69,7 +69,9 @@ def _unpack(data: bytes, kind: str, count: int, expected: str) -> list[Any]:
     except (TypeError, ValueError, msgpack.UnpackException) as cause:
         raise UsageError(f"these {len(data)} bytes are not {expected}: {cause}") from cause
     if found != kind or len(fields) != count:
-        raise UsageError(f"these {len(data)} bytes are not {expected}: both processes need the same version of asyncdist")
+        raise UsageError(
+            f"these {len(data)} bytes are not {expected}: both processes need the same version of asyncdist"
+        )
     return fields
 
 

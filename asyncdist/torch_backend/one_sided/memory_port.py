@@ -47,7 +47,7 @@ class Grant:
 
 
 @dataclass(eq=False, slots=True)
-class _Request:
+class _MemoryRequest:
     """A request of this process. ``into`` takes the bytes of a read, which ``arriving`` brings."""
 
     channel: PeerChannel
@@ -76,7 +76,7 @@ class MemoryPort:
         self.grants: dict[int, Grant] = {}
         """What the peer has granted, by the number of the memory."""
         self._numbers = itertools.count(1)
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _MemoryRequest] = {}
         self._slots = asyncio.Semaphore(_MOST_OPEN)
         self._sending: dict[tuple[PeerChannel, int], OutgoingMessage] = {}
         """The answers to reads that have not left."""
@@ -110,7 +110,9 @@ class MemoryPort:
         """Raise PeerLostError if the peer is lost, UsageError if it is not this port. Any thread may call it."""
         channel = self._channel
         if channel is None:
-            raise UsageError("this transport is not connected: call connect() with what bind() of the peer has returned")
+            raise UsageError(
+                "this transport is not connected: call connect() with what bind() of the peer has returned"
+            )
         if channel.peer.id != port:
             raise UsageError(f"this memory is not that of {channel.peer.name}, to which the transport is connected")
         if channel.error is not None:
@@ -144,7 +146,7 @@ class MemoryPort:
             channel = self._channel
             assert channel is not None
             number, message = next(self._numbers), None
-            request = _Request(channel, asyncio.get_running_loop().create_future(), into)
+            request = _MemoryRequest(channel, asyncio.get_running_loop().create_future(), into)
             self._requests[number] = request
             try:
                 message = channel.send(_encode(kind, number, remote.number, *fields), buffers)
@@ -245,13 +247,13 @@ class MemoryPort:
         finally:
             close_all(descriptors)
 
-    def _open_request(self, channel: PeerChannel, number: int) -> _Request | None:
+    def _open_request(self, channel: PeerChannel, number: int) -> _MemoryRequest | None:
         request = self._requests.get(number)
         return request if request is not None and request.channel is channel else None
 
     def _outcome(
         self,
-        request: _Request,
+        request: _MemoryRequest,
         kind: int,
         fields: Sequence[Any],
         buffers: Sequence[memoryview],
@@ -266,8 +268,7 @@ class MemoryPort:
                     raise ProtocolError(f"memory at {offset} in an arena of {mapping.nbytes} bytes")
                 address = 0 if mapping is None else mapping.address + offset
             # Kept now: the owner may revoke it before the request's task resumes.
-            grant = self.grants[memory] = Grant(nbytes, address, mapping)
-            request.succeed(grant)
+            request.succeed(self.grants.setdefault(memory, Grant(nbytes, address, mapping)))
         elif kind == DATA and request.into is not None:
             request.into[:] = buffers[0]
             request.succeed()
@@ -304,7 +305,7 @@ class MemoryPort:
             reason = message.error.summary if isinstance(message.error, AsyncdistError) else str(message.error)
             channel.send(_encode(REFUSED, number, reason))
         elif message.context is not None:
-            request: _Request = message.context
+            request: _MemoryRequest = message.context
             request.arriving = None
             if message.error is None:
                 request.succeed()

@@ -242,7 +242,6 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
         """
         self._limit(timeout)
         tensor = Registration.check(tensor)
-        self._check_device(tensor.device)
         with self._lock:
             self._check_open()
             known = self._by_range.get((tensor.data_ptr(), tensor.nbytes))
@@ -322,13 +321,19 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
         deadline = self._limit(timeout)
         await self._transfer(self._begin(local_buffer, remote_buffer, True), deadline)
 
-    def read_stream(self, local_buffer: Any, remote_buffer: Any, *, stream: Any = None, timeout: Timeout = None) -> NoReturn:
+    def read_stream(
+        self, local_buffer: Any, remote_buffer: Any, *, stream: Any = None, timeout: Timeout = None
+    ) -> NoReturn:
         """Raise UnsupportedError: this transport has no memory of CUDA devices, whose streams order transfers."""
         raise UnsupportedError("this transport moves host memory, which no CUDA stream orders: call read or read_async")
 
-    def write_stream(self, local_buffer: Any, remote_buffer: Any, *, stream: Any = None, timeout: Timeout = None) -> NoReturn:
+    def write_stream(
+        self, local_buffer: Any, remote_buffer: Any, *, stream: Any = None, timeout: Timeout = None
+    ) -> NoReturn:
         """Raise UnsupportedError, as `read_stream` does."""
-        raise UnsupportedError("this transport moves host memory, which no CUDA stream orders: call write or write_async")
+        raise UnsupportedError(
+            "this transport moves host memory, which no CUDA stream orders: call write or write_async"
+        )
 
     def _check_transfer(self, local_buffer: Any, remote_buffer: Any, *, mutable: bool) -> None:
         if not isinstance(local_buffer, MutableLocalView if mutable else LocalView) or local_buffer.owner is not self:
@@ -340,7 +345,9 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
             raise UsageError(f"a view of {local_buffer.nbytes} bytes, and memory of the peer of {remote_buffer.nbytes}")
         local_buffer.registration.check_use()
         if self._port is None:
-            raise UsageError("this transport is not connected: call connect() with what bind() of the peer has returned")
+            raise UsageError(
+                "this transport is not connected: call connect() with what bind() of the peer has returned"
+            )
         self._port.check_peer(remote_buffer.port)
 
     def _begin(self, view: LocalView, remote: RemoteMemory, writes: bool) -> _Transfer:
