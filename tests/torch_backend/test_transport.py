@@ -11,6 +11,7 @@ from pathlib import Path
 import msgpack
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import asyncdist
 from asyncdist.errors import (
@@ -272,6 +273,8 @@ def test_calls_that_cannot_work_are_refused(new_pair):
     for tensor in (torch.zeros(4, 4).t(), torch.zeros(0), [1.0]):
         with pytest.raises(UsageError):
             first.register_memory(tensor)
+    with FakeTensorMode(), pytest.raises(UnsupportedError):
+        first.register_memory(torch.zeros(3))
     with pytest.raises(UnsupportedError, match="host memory"):
         first.register_memory(torch.zeros(3, device="meta"))
     with pytest.raises(UnsupportedError, match="host memory"):

@@ -104,6 +104,8 @@ class Registration:
             raise UsageError("a contiguous tensor is registered: register tensor.contiguous(), and copy it back")
         if tensor.numel() == 0:
             raise UsageError("an empty tensor cannot be registered: it has no memory")
+        # Refuses tensors without memory of their own, such as fake ones.
+        tensor_of(tensor)
         return tensor
 
     def check_use(self) -> None:

@@ -1,7 +1,7 @@
 """The channels over which processes map, read and write each other's registered memory.
 
 The owner of the memory serves its peers on its background loop, whatever its threads do. On one host it passes the
-descriptor of its arena, and a peer copies memory that lies there (``asyncdist.empty``, ``asyncdist.register``) without
+descriptor of its arena, and a peer copies memory that lies there (``asyncdist.empty``, ``Group.register``) without
 asking again. Other memory passes in messages. All methods are called on the loop on which the port was made.
 """
 

@@ -47,6 +47,8 @@ T = TypeVar("T")
 
 _STEP_NBYTES = 2 << 20
 """Bytes that a loop copies before other callbacks get their turn: well below a millisecond."""
+_BLOCKING_STEP_NBYTES = 128 << 20
+"""Bytes that a blocking call copies between two looks at its peer. The C library copies large pieces past the caches."""
 _Base: Any = c10d_private.Transport or object
 
 
@@ -128,7 +130,7 @@ class _Transfer:
 class OneSidedTransport(_Base):  # type: ignore[misc]
     """One-sided transfers between registered CPU tensors of two processes, for ``torch.distributed._transport``.
 
-    On one host, memory of ``asyncdist.empty`` and ``asyncdist.register`` is copied once, by the process that reads or
+    On one host, memory of ``asyncdist.empty`` and ``Group.register`` is copied once, by the process that reads or
     writes; the peer executes nothing. Other tensors pass in messages that the peer's background thread handles, over
     shared memory on one host and TCP, with TLS if the settings ask for it, between hosts.
 
@@ -379,7 +381,7 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
             self._end(transfer)
             raise
         try:
-            for _ in self._copies(transfer, grant):
+            for _ in self._copies(transfer, grant, _BLOCKING_STEP_NBYTES):
                 if deadline.expired():
                     raise self._overdue(transfer)
         finally:
@@ -411,19 +413,19 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
         assert self._port is not None
         return self._port
 
-    def _copies(self, transfer: _Transfer, grant: Grant) -> Iterator[None]:
+    def _copies(self, transfer: _Transfer, grant: Grant, step: int = _STEP_NBYTES) -> Iterator[None]:
         """Copy step by step, with a yield before each one. Raises PeerLostError and UsageError."""
         port, view, remote = self._opened, transfer.view, transfer.remote
         if view.nbytes > grant.nbytes:
             raise UsageError(f"a view of {view.nbytes} bytes, and memory of {port.peer_name} of {grant.nbytes}")
-        for at in range(0, view.nbytes, _STEP_NBYTES):
+        for at in range(0, view.nbytes, step):
             yield
             port.check_peer(remote.port)
             if grant.is_revoked:
                 raise UsageError(f"{port.peer_name} has unregistered the memory during the {transfer.name}")
             own, others = view.address + at, grant.address + at
             target, source = (others, own) if transfer.writes else (own, others)
-            ctypes.memmove(target, source, min(_STEP_NBYTES, view.nbytes - at))
+            ctypes.memmove(target, source, min(step, view.nbytes - at))
         port.check_peer(remote.port)
 
     def _overdue(self, transfer: _Transfer) -> OperationTimeoutError:
