@@ -64,6 +64,7 @@ class RemoteMemory:
 def _unpack(data: bytes, kind: str, count: int, expected: str) -> list[Any]:
     if type(data) is not bytes:
         raise UsageError(f"{expected} are bytes, not {type(data).__name__}")
+    fields: list[Any]
     try:
         found, *fields = msgpack.unpackb(data)
     except (TypeError, ValueError, msgpack.UnpackException) as cause:

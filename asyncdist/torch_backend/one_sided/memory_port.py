@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import itertools
 import os
 import weakref
@@ -207,7 +208,10 @@ class MemoryPort:
         message = channel.send(_encode(DATA, number), [self._memory(memory, nbytes)])
         if message is not None:
             self._sending[key] = message
-            message.on_done = lambda _: self._sending.pop(key, None)
+            message.on_done = functools.partial(self._sent, key)
+
+    def _sent(self, key: tuple[PeerChannel, int], message: OutgoingMessage) -> None:
+        self._sending.pop(key, None)
 
     def _answer(self, channel: PeerChannel, kind: int, number: int, fields: Sequence[Any], buffers: Any) -> None:
         try:
