@@ -314,7 +314,7 @@ def test_blocking_call_on_the_background_loop_is_refused(new_pair):
     first.write(view, remote)
 
 
-def test_unregistered_memory_is_not_used_any_more(pair, new):
+def test_unregistered_memory_is_not_used_any_more(pair, new, until):
     first, second = pair
     theirs = new(100_000)
     memory, again = second.register_memory(theirs), second.register_memory(theirs)
@@ -337,8 +337,7 @@ def test_unregistered_memory_is_not_used_any_more(pair, new):
         return False
 
     # The peer that has mapped the memory hears of it a moment later.
-    while not is_refused():
-        pass
+    until(is_refused)
     fresh = described(second.register_memory(theirs))
     assert fresh != remote
     first.read(view, fresh)
@@ -465,7 +464,7 @@ async def test_buffers_are_free_after_a_timeout_and_a_cancellation(start_keeper)
         with pytest.raises(OperationTimeoutError, match=f"process {keeper.pid}"):
             await transfer(memory.to_mutable_view(), remote, timeout=0.05)
         waiting = asyncio.create_task(transfer(memory.to_mutable_view(), remote))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
