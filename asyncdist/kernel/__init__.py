@@ -36,6 +36,8 @@ _NAMES: dict[str, str] = {
     "tensor_of": "asyncdist.kernel.memory.buffers",
     "empty": "asyncdist.kernel.memory.registered",
     "ALIGNMENT": "asyncdist.kernel.memory.shared_arena",
+    "ArenaMapping": "asyncdist.kernel.memory.shared_arena",
+    "arena": "asyncdist.kernel.memory.shared_arena",
     "ReadMapping": "asyncdist.kernel.memory.shared_segment",
     "SharedSegment": "asyncdist.kernel.memory.shared_segment",
     "can_share_segments": "asyncdist.kernel.memory.shared_segment",
@@ -73,6 +75,8 @@ if TYPE_CHECKING:
     from asyncdist.kernel.memory.buffers import tensor_of as tensor_of
     from asyncdist.kernel.memory.registered import empty as empty
     from asyncdist.kernel.memory.shared_arena import ALIGNMENT as ALIGNMENT
+    from asyncdist.kernel.memory.shared_arena import ArenaMapping as ArenaMapping
+    from asyncdist.kernel.memory.shared_arena import arena as arena
     from asyncdist.kernel.memory.shared_segment import ReadMapping as ReadMapping
     from asyncdist.kernel.memory.shared_segment import SharedSegment as SharedSegment
     from asyncdist.kernel.memory.shared_segment import can_share_segments as can_share_segments

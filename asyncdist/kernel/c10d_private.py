@@ -49,6 +49,8 @@ OPTIONAL_NAMES: dict[str, str] = {
     # From torch 2.14 on: hooks that see the operations of a group.
     "FlightRecorderHook": "torch._C._distributed_c10d:FlightRecorderHook",
     "NanCheckHook": "torch._C._distributed_c10d:NanCheckHook",
+    # From torch 2.15 on: what a one-sided transport derives from.
+    "Transport": "torch.distributed._transport:Transport",
     # An interface of torch that only some builds have.
     "dist2": "torch.distributed._dist2",
 }

@@ -22,6 +22,7 @@ patches              every function of torch that this package replaces
 bucket_memory        registered memory for the buckets of `torch.nn.parallel.DistributedDataParallel`
 memory_pool          registered memory for ``ProcessGroup.allocate_tensor``
 torch_store          `torch.distributed.Store`
+one_sided            one-sided transfers: ``torch.distributed._transport``, from torch 2.15 on
 rendezvous           ``init_method="asyncdist://..."`` and ``torchrun --rdzv-backend=asyncdist``
 debug_tab            a tab of torch's debug server (``torch.distributed.debug``)
 
