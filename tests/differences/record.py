@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.processes import Nursery  # noqa: E402
 from tests.differences.hunt import MODULES, Contender  # noqa: E402
-from tests.differences.rows import COLLECTIVES, ROWS  # noqa: E402
+from tests.differences.rows import ROWS  # noqa: E402
 
 RECORDS = ROOT / "docs" / "differences.json"
 PAGE = ROOT / "docs" / "differences.md"
@@ -30,24 +30,50 @@ VERSION = torch.__version__.split("+")[0]
 
 _HEAD = """# Results that differ from gloo's, torch's and MPI's
 
-Where a program gets another result from asyncdist than from what it used before, on CPUs. `tests/differences/rows.py` has
+Where a program gets another result from asyncdist than from what it used before, on CPUs. `tests/differences/rows` has
 a program for each row; a test runs each on both sides, and `tests/differences/record.py` writes this page. It was recorded
 with torch {versions}. `make differences` looks for more with programs at random. The scripts in the folder
 `findings` of the repository show some of it without asyncdist; calls that one side lacks are on the pages about moving
 from [gloo](moving-from-gloo.md) and [MPI](moving-from-mpi.md).
 """
 _NOTES = {
-    COLLECTIVES: """In an MPI_Allreduce with MAX over values of which one is NaN, ranks disagree with MPICH 5.0, and
-the halves of one array differ with MPICH and Open MPI 5.0. With asyncdist all ranks have NaN.
+    "Collectives over gloo": """A tensor of which several elements share memory, such as an expanded one, is refused with
+`UsageError` where a collective would write it. AVG is a sum in float32 or float64, divided: it is infinite where that sum
+is. A call that asyncdist refuses on one rank alone is not counted: let that error end the process, or abort the
+group, and the other ranks get an error too.
 
-A tensor of which several elements share memory, such as an expanded one, is refused with `UsageError` where a collective
-would write it. AVG is a sum in float32 or float64, divided: it is infinite where that sum is.
+Sums of narrow floats are rounded as torch converts to them. For float8_e4m3fn, torch turns inf and all that is above the
+largest value into 448, and for float8_e8m0fnu it drops the sign; the package `ml_dtypes` gives NaN for both, so checkpoints
+and messages that it has converted differ. (`findings/float8-of-torch-and-ml-dtypes-differ-above-the-largest-value.sh`)
 """,
     "Data-parallel training": """[The table of arguments and hooks](ddp-compared.md) compares torch's class over gloo,
 torch's over asyncdist, and asyncdist's class.
 """,
+    "DTensor": """`item()` of a pending sum calls no collective, over any back end: use `full_tensor().item()`.
+""",
 }
-_OTHERS = {COLLECTIVES: "gloo", "Stores": "torch's stores", "Data-parallel training": "torch's class"}
+_CLOSING = """## MPI and Ray
+
+No test runs these programs, because MPI and Ray are no dependencies of the tests. The scripts named here do, in `findings`:
+
+| input | the other | asyncdist |
+|---|---|---|
+| an MPI_Allreduce with MAX over values of which one is NaN | ranks disagree with MPICH 5.0, and the halves of one array \
+differ with MPICH and Open MPI 5.0 (`mpi-allreduce-of-nan-differs-between-ranks.sh`) | NaN on all ranks |
+| a sum of torch's bfloat16 by mpi4py | Open MPI 5.0 adds the bytes: 1.5 + 1.5 is 8.5e37; MPICH 5.0 refuses it; both \
+send it (`mpi4py-sums-bfloat16-as-bytes.sh`) | the sum |
+| one rank has an error for its own arguments, and goes on with its next call | the other ranks take the next call for \
+this one (`mpi-lets-an-error-of-one-rank-shift-the-calls-of-the-others.sh`) | the same |
+| a tensor of Ray's direct transport in a list, or for a task that is no actor | `NotImplementedError`; \
+`AttributeError` (`ray-direct-transport-takes-references-as-arguments-of-actors-only.sh`) | \
+[remote calls](rpc.md) carry tensors anywhere in their arguments |
+"""
+_OTHERS = {
+    "Collectives over gloo": "gloo",
+    "DTensor": "over gloo",
+    "Stores": "torch's stores",
+    "Data-parallel training": "torch's class",
+}
 
 
 @contextmanager
@@ -73,7 +99,7 @@ def page(records: dict[str, dict[str, dict[str, str]]]) -> str:
         parts.append("\n".join(lines) + "\n")
         if area in _NOTES:
             parts.append(_NOTES[area])
-    return "\n".join(parts)
+    return "\n".join([*parts, _CLOSING])
 
 
 def _merged(words: dict[str, str]) -> str:
