@@ -60,8 +60,9 @@ No test runs these programs, because MPI and Ray are no dependencies of the test
 |---|---|---|
 | an MPI_Allreduce with MAX over values of which one is NaN | ranks disagree with MPICH 5.0, and the halves of one array \
 differ with MPICH and Open MPI 5.0 (`mpi-allreduce-of-nan-differs-between-ranks.sh`) | NaN on all ranks |
-| sums of 8- and 16-bit integers that overflow, on a processor with AVX2 | Open MPI 5.0 saturates 64 of 70 elements and wraps 6 \
-around; MPICH 5.0 wraps all (`openmpi-saturates-small-integers-by-their-place.sh`) | all wrap around, as torch's additions do |
+| sums of 8- and 16-bit integers that overflow, on a processor with AVX2 | Open MPI 5.0 saturates 64 of 70 elements and \
+wraps 6 around; MPICH 5.0 wraps all (`openmpi-saturates-small-integers-by-their-place.sh`) | \
+all wrap around, as torch's additions do |
 | a sum of torch's bfloat16 by mpi4py | Open MPI 5.0 adds the bytes: 1.5 + 1.5 is 8.5e37; MPICH 5.0 refuses it; both \
 send it (`mpi4py-sums-bfloat16-as-bytes.sh`) | the sum |
 | one rank has an error for its own arguments, and goes on with its next call | the other ranks take the next call for \
