@@ -8,7 +8,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
 "${PYTHON:-python3}" -m venv env
-env/bin/pip install --quiet --disable-pip-version-check torchmonarch==0.7.0 torch==2.13.0 numpy==2.4.2
+env/bin/pip install --quiet --disable-pip-version-check torchmonarch==0.7.0 numpy==2.4.2
 export OMP_NUM_THREADS=1
 cat > expected <<'OUT'
 ValueError: the caller sees ActorError, the next call pong

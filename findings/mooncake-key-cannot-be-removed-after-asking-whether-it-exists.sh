@@ -8,7 +8,7 @@ trap 'kill "$master" 2> /dev/null || true; rm -rf "$work"' EXIT
 master=
 cd "$work"
 "${PYTHON:-python3}" -m venv env
-env/bin/pip install --quiet --disable-pip-version-check mooncake-transfer-engine-non-cuda==0.3.13.post1 torch==2.13.0 numpy==2.4.2
+env/bin/pip install --quiet --disable-pip-version-check mooncake-transfer-engine-non-cuda==0.3.13.post1
 mooncake=$(env/bin/python -c "import mooncake; print(mooncake.__path__[0])")
 # The wheel is linked to libibverbs also where tcp is used; Debian and Ubuntu have it.
 if ! ldconfig -p | grep -q libibverbs.so.1; then
