@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One would guess: a reader that was forgotten on a closed socket concerns nobody, or add_reader on a new socket of that number raises; a
 # reconnecting program that awaits sock_recv on its new connection gets the data.
-# CPython 3.11 to 3.13: closing a socket while sock_recv waits leaves asyncio's table as it was. If the next socket gets the same number,
+# CPython 3.11 to 3.14: closing a socket while sock_recv waits leaves asyncio's table as it was. If the next socket gets the same number,
 # sock_recv on it waits for data that is there, without an error. uvloop 0.23.0 keeps the closed socket's descriptor open: the number is
 # not reused and the data arrives, but the old peer does not see the end of the connection.
 set -euo pipefail
