@@ -11,7 +11,7 @@
 Publishers and subscribers are in no group. They find each other in the store of the job, and come and go at any time.
 `asyncdist.sync.weights` has the same classes with calls that block.
 
-Read in this order: in `content`, `digest`, `layout` and `selection`; in `transfer`, `version_table` (the
+Read in this order: in `content`, `digest`, `difference`, `layout` and `selection`; in `transfer`, `version_table` (the
 store), `fan_out` (who copies from whom), `segments` and `held_version` (memory), `serving` and `pulling` (both ends of a
 transfer), and `exchange`; then `model_copies`, `publisher` and `subscriber`.
 """

@@ -235,7 +235,7 @@ class Publisher(PublisherBase):
         job: ``asyncdist://host:port/job`` of a job at a store daemon (``asyncdist store``).
         name: The name of these weights in the job; give different names to different models.
         keep: The number of versions that readers can get: 2 lets a reader that has begun to read a version finish when a
-            newer one appears.
+            newer one appears. Readers on other hosts that have one of them get only what has changed since.
         timeout: Limit of each operation of the store, in seconds or as a timedelta; None for ASYNCDIST_TIMEOUT.
 
     Raises:

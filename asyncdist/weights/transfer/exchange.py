@@ -95,6 +95,7 @@ class WeightsExchange:
             WeightsError: No source is left.
         """
         held = self.port.new_held(version, selection, manifest)
+        self.port.take_base(held)
         record = self._record(selection, is_complete=False)
         self.port.offer(held, record.entry)
         try:
@@ -110,6 +111,8 @@ class WeightsExchange:
         except BaseException:
             await self.drop(held)
             raise
+        finally:
+            held.end_base()
 
     async def _fill(
         self,
@@ -126,11 +129,20 @@ class WeightsExchange:
             if not sources:
                 order = await self.table.order(held.version)
                 sources = ranked_sources(order, holders, record, num_blocks, failures)
+            if not sources and held.base is not None:
+                held.end_base()
+                failures.clear()
+                continue
             if not sources:
                 raise self._no_source(held.version, list(failures.values()))
             try:
                 await self.port.get(held, manifest, sources[0].entry, ChannelAddress.decode(sources[0].address))
             except (AsyncdistError, TimeoutError) as error:
+                if isinstance(error, DigestError) and held.base is not None:
+                    held.end_base()
+                    text = "%s: the differences do not lead to its digests, so it is read whole: %s"
+                    log.warning(text, held.version, describe_error(error))
+                    continue
                 failures[sources[0].entry] = error
                 level = logging.WARNING if isinstance(error, DigestError) else logging.INFO
                 log.log(level, "%s: trying another source: %s", held.version, describe_error(error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from asyncdist.errors import ProtocolError
 from asyncdist.kernel import ReadMapping
+from asyncdist.weights.content.difference import difference
 from asyncdist.weights.content.digest import digest
 from asyncdist.weights.content.layout import Block
 from asyncdist.weights.content.selection import Selection, flat_range
@@ -30,6 +31,8 @@ class HeldVersion:
         is_lost: Whether a process that had mapped the memory vanished, so that it may still read it.
         is_abandoned: Whether no further block will arrive.
         entry: The name by which readers ask for it; empty until it is offered.
+        base: Another version of this process, from which blocks may arrive as differences; in use until `end_base`.
+        differences: Those that are known, by the key of the other version and the number of the block.
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class HeldVersion:
         self.is_lost = False
         self.is_abandoned = False
         self.entry = ""
+        self.base: HeldVersion | None = None
+        self.differences: dict[tuple[str, int], bytes] = {}
         self._on_unused = on_unused
         self._uses = 1
         self._waiters: list[asyncio.Future[None]] = []
@@ -75,6 +80,35 @@ class HeldVersion:
 
     def array(self, block: Block) -> NDArray[np.uint8]:
         return self._array[block.offset : block.offset + block.nbytes]
+
+    def is_like(self, other: HeldVersion) -> bool:
+        """Return whether the blocks of two versions are of the same parts of the same tensors."""
+        ours, theirs = self.selection, other.selection
+        return ours.key == theirs.key and ours.layout.key == theirs.layout.key
+
+    def end_base(self) -> None:
+        """Take no differences any more. Idempotent."""
+        base, self.base = self.base, None
+        if base is not None:
+            base.release()
+
+    def difference(self, number: int, key: str, base: HeldVersion | None) -> bytes | None:
+        """Return how a block differs from that of the version with a key; None if it is not known or the block is shorter.
+
+        Any thread may call it. ``base`` is that version, if this process has it.
+        """
+        known = self.differences.get((key, number))
+        if known is None and base is not None:
+            block = self.blocks[number]
+            is_equal = base.digests[number] == self.digests[number]
+            known = b"" if is_equal else difference(base.array(block), self.array(block), block.place.dtype.itemsize)
+        return known
+
+    def keep_differences(self, key: str, first: int, buffers: Sequence[memoryview]) -> None:
+        """Note blocks from a number on, of which those that are shorter than their blocks are differences, for readers."""
+        for number, buffer in enumerate(buffers, first):
+            if buffer.nbytes < self.blocks[number].nbytes and (key, number) not in self.differences:
+                self.differences[key, number] = bytes(buffer)
 
     def tensor(self, name: str) -> torch.Tensor:
         place = self.selection.layout.places[name]

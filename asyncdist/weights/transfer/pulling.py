@@ -15,6 +15,7 @@ from asyncdist.base.callables import Callback
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.kernel import ReadMapping
 from asyncdist.net import IncomingMessage, PeerChannel
+from asyncdist.weights.content.difference import restore
 from asyncdist.weights.content.digest import DIGEST_NBYTES
 from asyncdist.weights.errors import DigestError, WeightsError
 from asyncdist.weights.transfer.held_version import HeldVersion
@@ -51,6 +52,7 @@ class Pull:
     def __init__(self, channel: PeerChannel, number: int, held: HeldVersion) -> None:
         self.channel, self.number, self.held = channel, number, held
         self.first = held.num_blocks
+        self.base = held.base
         self.outcome: asyncio.Future[tuple[ReadMapping, str] | None] = asyncio.get_running_loop().create_future()
         self.arriving: dict[IncomingMessage, None] = {}
         self.signs = 0
@@ -70,7 +72,11 @@ class Pull:
         """Check blocks that the source begins to send, and return their numbers. Raises ProtocolError."""
         numbers = range(first, first + len(sizes))
         blocks = self.held.blocks[first : numbers.stop] if first == self.first else []
-        if [block.nbytes for block in blocks] != list(sizes) or len(digests) != DIGEST_NBYTES * len(sizes) or not sizes:
+        fits = len(blocks) == len(sizes) and all(
+            size == block.nbytes or (self.base is not None and size < block.nbytes)
+            for block, size in zip(blocks, sizes, strict=True)
+        )
+        if not fits or len(digests) != DIGEST_NBYTES * len(sizes) or not sizes:
             raise ProtocolError(f"blocks {first} to {numbers.stop} of {self.held.version}, which were not expected")
         if self.held.selection.key:
             self.held.digests[first : numbers.stop] = np.frombuffer(digests, "<u8")
@@ -78,15 +84,29 @@ class Pull:
         self.signs += 1
         return numbers
 
-    def arrived(self, numbers: range) -> None:
-        """Verify blocks whose bytes are here."""
+    def _restore(self, number: int, buffer: memoryview) -> bool:
+        """Write a block that has arrived as a difference; return whether this was possible."""
+        block, base = self.held.blocks[number], self.base
+        assert base is not None
+        try:
+            restore(base.array(block), buffer, block.place.dtype.itemsize, self.held.array(block))
+        except ProtocolError:
+            return False
+        return True
+
+    def arrived(self, numbers: range, buffers: Sequence[memoryview]) -> None:
+        """Verify blocks whose bytes, or differences, are here."""
         held = self.held
         self.signs += 1
-        for number in numbers:
-            if not held.verify(number):
+        for number, buffer in zip(numbers, buffers, strict=True):
+            is_changes = buffer.nbytes < held.blocks[number].nbytes
+            is_right = (not is_changes or self._restore(number, buffer)) and held.verify(number)
+            if not is_right:
                 name = held.blocks[number].place.name
                 self.fail(DigestError(name, self.channel.peer.name, str(held.version)))
                 return
+        if self.base is not None:
+            held.keep_differences(self.base.version.key, numbers.start, buffers)
         self._verified.update(numbers)
         here = held.num_blocks
         while here in self._verified:
@@ -118,7 +138,8 @@ class VersionPuller:
         pull = self._pulls[channel, number] = Pull(channel, number, held)
         known = list(self._mappings.get(channel, ())) if maps else []
         parts = held.selection.describe() if held.selection.key and not maps else None
-        question = Question(number, entry, held.selection.key, parts, pull.first, maps, known)
+        base = held.base.version.key if held.base is not None and not maps else ""
+        question = Question(number, entry, held.selection.key, parts, pull.first, maps, known, base)
         try:
             head, buffers = question.encode()
             channel.send(head, buffers)
@@ -159,7 +180,11 @@ class VersionPuller:
         if numbers is None:
             channel.drop(message, WeightsError("these blocks were not expected"))
             return
-        message.buffers = [pull.held.array(pull.held.blocks[number]).data for number in numbers]
+        blocks = pull.held.blocks[numbers.start : numbers.stop]
+        message.buffers = [
+            pull.held.array(block).data if size == block.nbytes else memoryview(bytearray(size))
+            for block, size in zip(blocks, message.sizes, strict=True)
+        ]
         message.context = pull, numbers
         pull.arriving[message] = None
 
@@ -168,7 +193,7 @@ class VersionPuller:
             pull, numbers = message.context
             pull.arriving.pop(message, None)
             if message.error is None and not pull.outcome.done():
-                pull.arrived(numbers)
+                pull.arrived(numbers, message.buffers)
 
     def withdrawn(self, message: IncomingMessage) -> None:
         if message.context is not None:
@@ -183,8 +208,10 @@ class VersionPuller:
         numbers = self._announce(pull, fields, [buffer.nbytes for buffer in buffers])
         if numbers is not None:
             for number, buffer in zip(numbers, buffers, strict=True):
-                pull.held.array(pull.held.blocks[number])[:] = np.frombuffer(buffer, np.uint8)
-            pull.arrived(numbers)
+                block = pull.held.blocks[number]
+                if buffer.nbytes == block.nbytes:
+                    pull.held.array(block)[:] = np.frombuffer(buffer, np.uint8)
+            pull.arrived(numbers, buffers)
 
     @staticmethod
     def _announce(pull: Pull, fields: Sequence[Any], sizes: Sequence[int]) -> range | None:

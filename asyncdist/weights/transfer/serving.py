@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.errors import AsyncdistError, PeerLostError, ProtocolError, UnsupportedError
 from asyncdist.net import PeerChannel
+from asyncdist.weights.content.difference import difference
 from asyncdist.weights.content.digest import digest
-from asyncdist.weights.content.layout import Block
 from asyncdist.weights.content.selection import Selection
 from asyncdist.weights.transfer.held_version import HeldVersion
 from asyncdist.weights.transfer.transfer_messages import ALIVE, BLOCKS, MAPPED, REFUSED, Question, encode, group_end
@@ -93,7 +93,12 @@ class VersionServer:
             if question.maps:
                 await self._share(channel, question, request)
             else:
-                await self._stream(channel, question, request.held)
+                base = self._base(question, request.held)
+                try:
+                    await self._stream(channel, question, request.held, base)
+                finally:
+                    if base is not None:
+                        base.release()
         except PeerLostError:
             pass  # `closed` ends the request
         except AsyncdistError as error:
@@ -112,7 +117,20 @@ class VersionServer:
         channel.send(head, descriptors=descriptors)
         request.is_mapped = True
 
-    async def _stream(self, channel: PeerChannel, question: Question, held: HeldVersion) -> None:
+    def _base(self, question: Question, held: HeldVersion) -> HeldVersion | None:
+        """Return the version that the reader has, if this process has it, too; in use from now on."""
+        for each in self._versions.values():
+            if each.version.key == question.base and each.is_complete and each.is_like(held):
+                each.use()
+                return each
+        if question.base and not held.is_complete:
+            # Its reader gets differences from another source faster than this process gets the version.
+            raise UnsupportedError("it is getting this version whole, and has no differences yet")
+        return None
+
+    async def _stream(
+        self, channel: PeerChannel, question: Question, held: HeldVersion, base: HeldVersion | None
+    ) -> None:
         selection = held.selection
         is_part = question.selection != selection.key
         if is_part:
@@ -126,13 +144,16 @@ class VersionServer:
                 await self._wait(channel, question, held)
                 continue
             end = group_end(blocks, at, here)
-            if is_part:
-                gathering = self._threads.submit(_gather, held, selection, blocks[at:end])
-                arrays, digests = await asyncio.wrap_future(gathering)
+            if is_part or question.base:
+                gathering = self._threads.submit(_gather, held, selection, range(at, end), question.base, base)
+                buffers, digests = await asyncio.wrap_future(gathering)
+                # Not in the thread: if this request has ended, the memory may have been written again.
+                if not is_part:
+                    held.keep_differences(question.base, at, buffers)
             else:
-                arrays, digests = [held.array(block) for block in blocks[at:end]], held.digests[at:end]
+                buffers, digests = [held.array(block).data for block in blocks[at:end]], held.digests[at:end]
             head = encode(BLOCKS, question.number, at, digests.astype("<u8").tobytes())
-            await channel.deliver(head, [each.data for each in arrays])
+            await channel.deliver(head, buffers)
             at = end
 
     @staticmethod
@@ -145,8 +166,18 @@ class VersionServer:
 
 
 def _gather(
-    held: HeldVersion, selection: Selection, blocks: Sequence[Block]
-) -> tuple[list[NDArray[np.uint8]], NDArray[np.uint64]]:
-    """Return blocks of a part of a version, and their digests."""
-    arrays = [held.bytes_of(selection, block) for block in blocks]
-    return arrays, np.array([digest(each) for each in arrays], dtype=np.uint64)
+    held: HeldVersion, selection: Selection, numbers: range, key: str, base: HeldVersion | None
+) -> tuple[list[memoryview], NDArray[np.uint64]]:
+    """Return blocks, or how they differ from those of the version with a key if that is shorter, and their digests."""
+    is_part = selection.key != held.selection.key
+    buffers, digests = [], []
+    for number in numbers:
+        block = selection.layout.blocks[number]
+        array, changes = held.bytes_of(selection, block), None
+        digests.append(digest(array) if is_part else int(held.digests[number]))
+        if not is_part:
+            changes = held.difference(number, key, base) if key else None
+        elif base is not None:
+            changes = difference(base.bytes_of(selection, block), array, block.place.dtype.itemsize)
+        buffers.append(array.data if changes is None else memoryview(changes))
+    return buffers, np.array(digests, dtype=np.uint64)

@@ -4,8 +4,10 @@ A message is the head of a message of a channel: msgpack, the kind first and the
 request.
 
     reader                                              source
-    ASK entry, selection, first block, maps, known   →
-                                                     ←  BLOCKS first block, digests; the blocks are its buffers
+    ASK entry, selection, first block, maps, known,  →
+        base
+                                                     ←  BLOCKS first block, digests; the blocks are its buffers:
+                                                        one that is shorter is a difference from that of the base
                                                      ←  MAPPED segment, bytes; with a descriptor unless it is known
                                                      ←  ALIVE: nothing is here yet
                                                      ←  REFUSED reason
@@ -43,6 +45,8 @@ class Question:
         first: The first block that the reader lacks.
         maps: Whether the reader wants to map the memory, once it is complete.
         known: The segments that the reader has mapped before.
+        base: The key of a version that the reader has, so that differences from its blocks will do; or empty. It is a
+            second buffer, which a source that knows no differences does not read.
     """
 
     number: int
@@ -52,19 +56,22 @@ class Question:
     first: int
     maps: bool
     known: Sequence[str]
+    base: str = ""
 
     def encode(self) -> tuple[bytes, list[memoryview]]:
         head = msgpack.packb([ASK, self.number, self.entry, self.selection, self.first, self.maps, list(self.known)])
-        return head, [] if self.parts is None else [memoryview(msgpack.packb(self.parts))]
+        buffers = [] if self.parts is None and not self.base else [memoryview(msgpack.packb(self.parts))]
+        return head, [*buffers, memoryview(self.base.encode())] if self.base else buffers
 
     @classmethod
     def decode(cls, fields: Sequence[Any], buffers: Sequence[memoryview]) -> Question:
         try:
             number, entry, selection, first, maps, known = fields
             parts = msgpack.unpackb(buffers[0]) if buffers else None
+            base = bytes(buffers[1]).decode() if len(buffers) > 1 else ""
             if not (type(number) is int and type(first) is int and first >= 0 and isinstance(entry, str)):
                 raise ProtocolError(f"a question with the fields {fields!r}")
-            return cls(number, entry, str(selection), parts, first, bool(maps), [str(each) for each in known])
+            return cls(number, entry, str(selection), parts, first, bool(maps), [str(each) for each in known], base)
         except (TypeError, ValueError, msgpack.UnpackException) as cause:
             raise ProtocolError(f"a question for weights that cannot be read: {cause}") from cause
 

@@ -112,6 +112,13 @@ class TransferPort:
         held.entry = entry
         self._versions[entry] = held
 
+    def take_base(self, held: HeldVersion) -> None:
+        """Let a version arrive as differences from the newest one that this process has of the same tensors."""
+        similar = [each for each in self._versions.values() if each.is_complete and each.is_like(held)]
+        if similar:
+            held.base = max(similar, key=lambda each: each.version.number)
+            held.base.use()
+
     def drop(self, held: HeldVersion) -> None:
         """Give a version to readers no more. Its memory is used again when those that read it now have ended."""
         self._versions.pop(held.entry, None)
