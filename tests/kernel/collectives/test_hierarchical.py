@@ -239,7 +239,7 @@ async def test_large_tensors_in_several_parts(hosts):
 async def test_sums_and_averages_in_several_parts(hosts, dtype):
     async with world(hosts, config=SMALL_SEGMENTS) as groups:
         for op in (ReduceOp.SUM, ReduceOp.AVG):
-            await run_cases(groups, reducing(len(hosts), 40_013, dtype, op))
+            await run_cases(groups, reducing(len(hosts), 20_011, dtype, op))
 
 
 @pytest.mark.usefixtures("many_parts")
