@@ -109,7 +109,7 @@ class Origin:
     """A process from which nurseries are forked. It imports the modules ``preload`` when it is asked for the first one."""
 
     def __init__(self, preload: Sequence[str]) -> None:
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder = tempfile.TemporaryDirectory(dir="/tmp")  # the address of a socket is short
         self.address = f"{self._folder.name}/origin"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
@@ -313,8 +313,9 @@ def _run_nursery(control: Connection, preload: Sequence[str]) -> None:
     except BrokenPipeError:  # nothing was started
         return
     job = _serve(control)
-    if job is not None:
-        job.run()
+    if job is None:
+        os._exit(0)  # nothing is left to do, and the end of the interpreter takes long
+    job.run()
 
 
 def _run_origin(listener: socket.socket, preload: Sequence[str]) -> None:

@@ -117,8 +117,8 @@ def each() -> Callable[[Sequence[Any], Callable[[Any], Awaitable[Any]]], Awaitab
 def pytest_configure(config: pytest.Config) -> None:
     """Let the nurseries of all workers of pytest-xdist begin as one process, which imports torch once."""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        modules = "hypothesis", "trio", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.pipelining"
-        origin = Origin(modules)
+        # Not torch._dynamo: at the exit it imports, and so takes the status of Ctrl-C from Python.
+        origin = Origin(("hypothesis", "trio", "torch.distributed.checkpoint", "torch.distributed.fsdp"))
         os.environ[ORIGIN] = origin.address
         config.add_cleanup(origin.close)
 
@@ -149,7 +149,7 @@ def nursery(shared_nursery: Nursery) -> Iterator[Nursery]:
 @pytest.fixture(scope="session")
 def bare_nursery() -> Iterator[Nursery]:
     """The same for programs that import asyncdist themselves."""
-    with Nursery(("torch._dynamo", "torch.distributed.checkpoint")) as nursery:
+    with Nursery(("torch.distributed.checkpoint",)) as nursery:
         yield nursery
 
 
