@@ -15,32 +15,28 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import pytest_asyncio
-import torch
 
 from asyncdist.base.background_loop import background_loop, observing_loop
-from asyncdist.kernel.memory.shared_arena import arena
-from asyncdist.testing.cluster import run_ranks
-from benchmarks.processes import Nursery
+from benchmarks.processes import ORIGIN, Nursery, Origin
 from benchmarks.stopwatch import Stopwatch
 
 PATIENCE = 5.0
 """Seconds for threads, descriptors and processes to end after a test, without time spent waiting for a processor."""
 LONG = 60.0
 """Seconds: a limit that no test reaches, even on a busy machine."""
+ESSENTIAL = ("trio", "asyncdist.sync", "asyncdist.store", "asyncdist_transports.shm", "asyncdist_transports.tcp")
+"""The modules that most ranks need."""
 
 # A shell lets background processes ignore SIGINT, and the processes of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Ranks are tasks or threads of this process. Torch's own threads would compete with them for the cores.
-torch.set_num_threads(1)
 
 # The time of an example depends on the load of the machine. Each run draws other examples, so a few suffice.
 hypothesis.settings.register_profile(
@@ -103,6 +99,8 @@ def new_loop(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEve
 @pytest.fixture
 def together() -> Callable[..., list[Any]]:
     """Run a program in a thread of each rank: ``together(size, program)``; see `asyncdist.testing.cluster`."""
+    from asyncdist.testing.cluster import run_ranks
+
     return run_ranks
 
 
@@ -116,11 +114,19 @@ def each() -> Callable[[Sequence[Any], Callable[[Any], Awaitable[Any]]], Awaitab
     return each
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the nurseries of all workers of pytest-xdist begin as one process, which imports torch once."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        # Not torch._dynamo: at the exit it imports, and so takes the status of Ctrl-C from Python.
+        origin = Origin(("hypothesis", "trio", "torch.distributed.checkpoint", "torch.distributed.fsdp"))
+        os.environ[ORIGIN] = origin.address
+        config.add_cleanup(origin.close)
+
+
 @pytest.fixture(scope="session")
 def shared_nursery() -> Iterator[Nursery]:
     """The process that forks the ranks; a module may override it to import more modules once."""
-    modules = ("torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm", "asyncdist_transports.tcp")
-    with Nursery(modules) as nursery:
+    with Nursery(ESSENTIAL) as nursery:
         yield nursery
 
 
@@ -138,6 +144,35 @@ def nursery(shared_nursery: Nursery) -> Iterator[Nursery]:
     """Starts ranks as real processes; those that still run at the end of the test are killed."""
     yield shared_nursery
     shared_nursery.clear()
+
+
+@pytest.fixture(scope="session")
+def bare_nursery() -> Iterator[Nursery]:
+    """The same for programs that import asyncdist themselves."""
+    with Nursery(("torch.distributed.checkpoint",)) as nursery:
+        yield nursery
+
+
+@pytest.fixture
+def without_asyncdist(bare_nursery: Nursery) -> Iterator[Nursery]:
+    """Starts processes that have imported torch, and of asyncdist what torch imports."""
+    yield bare_nursery
+    bare_nursery.clear()
+
+
+@pytest.fixture
+def run_python(without_asyncdist: Nursery) -> Callable[..., tuple[int, str]]:
+    """Run ``python`` in a process that has imported torch; return its status, and its output and errors together.
+
+    ``run_python("-c", code, "its argument")``, ``run_python("program.py", folder=..., environment=...)``
+    """
+
+    def run_python(*arguments: Any, folder: Any = ".", environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+        program = Path(__file__).parent / "support/forked_python.py"
+        process = without_asyncdist.start(program, "run", str(folder), *map(str, arguments), environment=environment)
+        return process.wait(10 * LONG), process.output()
+
+    return run_python
 
 
 # -- waiting for conditions without an event --------------------------------------------------------
@@ -220,6 +255,12 @@ def _left(threads: set[threading.Thread], descriptors: Counter[str], processes: 
 @pytest.fixture(scope="session", autouse=True)
 def _settled() -> None:
     """Start what lives as long as the process, and freeze it for the garbage collector."""
+    import torch  # not where pytest only distributes the tests to other processes
+
+    from asyncdist.kernel.memory.shared_arena import arena
+
+    # Ranks are tasks or threads of this process. Torch's own threads would compete with them for the cores.
+    torch.set_num_threads(1)
     background_loop()
     observing_loop()
     arena()
@@ -230,6 +271,8 @@ def _settled() -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_over() -> Iterator[None]:
     """Fail a test that leaves something behind."""
+    from asyncdist.kernel.memory.shared_arena import arena
+
     background_loop()
     observing_loop()
     arena()

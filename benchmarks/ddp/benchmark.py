@@ -76,7 +76,8 @@ class DdpBenchmark(Benchmark[DdpPlan]):
     preload = (
         "torch.distributed",
         "torch._dynamo",
-        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
         "asyncdist.torch_backend",
         "asyncdist.ddp",
     )

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.ddp.names import HEADS
@@ -112,6 +110,8 @@ def replicated(model: nn.Module, group: Any) -> nn.Module:
 
 def sharded(model: nn.Module, group: Any) -> nn.Module:
     """Shard every parameter over the ranks with FSDP2, which gathers a block's parameters before it computes the block."""
+    from torch.distributed.fsdp import fully_shard  # takes seconds
+
     mesh = _mesh_of(group)
     assert isinstance(model, Transformer)
     for block in model.blocks:
@@ -123,6 +123,8 @@ def sharded(model: nn.Module, group: Any) -> nn.Module:
 def divided(model: nn.Module, group: Any) -> nn.Module:
     """Divide the heads and features of every block among the ranks (tensor parallel), with two all-reduces per block."""
     mesh = _mesh_of(group)
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     assert isinstance(model, Transformer)
     columns, rows = ("query_key_value", "widen"), ("mix", "narrow")
     plan = {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}

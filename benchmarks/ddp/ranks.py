@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import asyncdist.torch_backend  # noqa: F401 - registers the back end
 from asyncdist import sync
@@ -62,6 +61,8 @@ class Trainer:
 
     def weights(self) -> torch.Tensor:
         """Return all weights in one dimension, gathered from all ranks if they are sharded; called on every rank."""
+        from torch.distributed.tensor import DTensor  # takes seconds
+
         weights = [parameter.detach() for parameter in self.model.parameters()]
         weights = [each.full_tensor() if isinstance(each, DTensor) else each for each in weights]
         return torch.cat([each.flatten() for each in weights])

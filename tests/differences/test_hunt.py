@@ -1,8 +1,6 @@
 """The rows of docs/differences.md on both sides, a short hunt, and what the hunt calls wrong."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -33,14 +31,12 @@ def test_row_says_what_both_sides_do(sides, name):
     assert other.words(name) == known["other"][record.VERSION]
 
 
-def test_programs_at_random_find_no_fault(tmp_path):
+def test_programs_at_random_find_no_fault(tmp_path, run_python):
     # In a process of its own: each server of torch's TCPStore leaves a pipe open.
     hunt, out = record.HERE / "hunt.py", tmp_path / "differences.json"
-    done = subprocess.run(
-        [sys.executable, hunt, "--examples", "15", "--chunks", "9", "--seconds", "1000", "--out", out],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = "--examples", "15", "--chunks", "9", "--seconds", "1000"
+    status, output = run_python(hunt, *options, "--out", out)
+    assert status == 0, output
     programs = json.loads(out.read_text())["programs"]
     assert set(programs) == {"collectives", "training", "stores"}
 

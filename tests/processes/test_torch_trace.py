@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
@@ -18,7 +16,7 @@ pytestmark = [
 
 
 @pytest.fixture(params=["written by the ranks", pytest.param("converted", marks=pytest.mark.exhaustive)])
-def verdict(request, tmp_path):
+def verdict(request, tmp_path, run_python):
     """Return a function that analyses the dumps: the ranks' own files, or those of ``asyncdist trace --format torch``."""
 
     def verdict(*options):
@@ -30,9 +28,7 @@ def verdict(request, tmp_path):
             )
             assert run.exit_code == 0, run.output
             assert f"torchfrtrace {folder} --prefix torch-trace-" in run.output
-        command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder), *options]
-        run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-        return run.stdout
+        return run_python("-m", "torch.distributed.flight_recorder.fr_trace", folder, *options)[1]
 
     return verdict
 

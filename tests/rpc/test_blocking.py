@@ -1,6 +1,5 @@
 """torch's names for remote calls: a program in the manner of torch's tutorials, and what is different."""
 
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -23,15 +22,18 @@ from tests.support.ports import free_port
 PROGRAM = Path(__file__).parent / "program_torch_names.py"
 
 
-def output_of(library):
-    command = [sys.executable, str(PROGRAM), library, str(free_port())]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+@pytest.fixture
+def output_of(run_python):
+    def output_of(library):
+        status, output = run_python(PROGRAM, library, free_port())
+        assert status == 0, output
+        return output
+
+    return output_of
 
 
 @pytest.mark.processes
-def test_program_of_torch_runs_after_changing_one_import():
+def test_program_of_torch_runs_after_changing_one_import(output_of):
     found = output_of("asyncdist")
     assert "rewards {1: [2.0, 4.0, 6.0], 2: [4.0, 8.0, 12.0]}" in found
     assert "pipeline [0.0, 4.0, 8.0, 12.0]" in found
@@ -40,7 +42,7 @@ def test_program_of_torch_runs_after_changing_one_import():
 
 @pytest.mark.processes
 @pytest.mark.exhaustive
-def test_program_prints_the_same_with_torch():
+def test_program_prints_the_same_with_torch(output_of):
     assert output_of("torch") == output_of("asyncdist")
 
 

@@ -27,7 +27,7 @@ PRELOAD = (
 )  # fmt: skip
 LIGHT_PRELOAD = (
     "asyncdist.torch_backend.rendezvous.rendezvous_handler", "asyncdist_transports.shm", "asyncdist_transports.tcp",
-    "torch.distributed.fsdp",
+    "torch.distributed.fsdp", "torch._dynamo",
 )  # fmt: skip
 PATIENCE = 40.0
 """Default time limit of a program in seconds; the timeout of a collective is three quarters of it."""

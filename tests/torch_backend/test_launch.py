@@ -20,7 +20,7 @@ from tests.support.daemon import started
 
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
-AT_DAEMON = HERE / "program_at_daemon.py"
+AT_DAEMON, WORKER = HERE / "program_at_daemon.py", HERE / "program_under_torchrun.py"
 LIMIT = 90
 ELASTIC = ("--nnodes=1:4", "--nproc-per-node=1", "--rdzv-id=job", "--monitor-interval=0.2")
 
@@ -66,9 +66,13 @@ class Agent:
         return sorted(line for line in self.lines if re.match(r"\w+: rank", line))
 
 
+def at(daemon):
+    """Return torchrun's options for a daemon."""
+    return "--rdzv-backend=asyncdist", f"--rdzv-endpoint=127.0.0.1:{daemon.port}"
+
+
 def job(daemon, backend, ending, *options):
-    rendezvous = ["--rdzv-backend=asyncdist", f"--rdzv-endpoint=127.0.0.1:{daemon.port}"]
-    return agent(*rendezvous, *options, HERE / "program_under_torchrun.py", backend, ending)
+    return agent(*at(daemon), *options, WORKER, backend, ending)
 
 
 @contextmanager
@@ -94,12 +98,14 @@ def nothing_is_kept(daemon, until):
 
 
 @pytest.mark.parametrize("backend", ["asyncdist", pytest.param("gloo", marks=pytest.mark.exhaustive)])
-def test_workers_restarted_by_torchrun_find_an_empty_store(daemon, backend):
+def test_workers_restarted_by_torchrun_find_an_empty_store(daemon, run_python, backend):
     """gloo needs it as well: its ranks read stale addresses from a store that was used before."""
-    with job(daemon, backend, "fails once", "--nproc-per-node=2", "--max-restarts=1") as agent:
-        assert agent.output_of_workers() == [
-            f"{backend}: rank {rank} of 2, attempt {attempt}, sum 2" for rank in range(2) for attempt in range(2)
-        ]
+    options = (*at(daemon), "--nproc-per-node=2", "--max-restarts=1", "--start-method=fork", "--run-path")
+    status, output = run_python("-m", "torch.distributed.run", *options, WORKER, backend, "fails once")
+    assert status == 0, output
+    assert sorted(line for line in output.splitlines() if re.match(r"\w+: rank", line)) == [
+        f"{backend}: rank {rank} of 2, attempt {attempt}, sum 2" for rank in range(2) for attempt in range(2)
+    ]
 
 
 @pytest.mark.exhaustive
@@ -197,13 +203,10 @@ def test_url_without_a_port_is_refused(nursery, ended):
     ended(rank)
 
 
-def test_import_of_torch_elastic_does_not_import_asyncdist():
-    program = (
-        "import sys, torch.distributed.checkpoint, torch.distributed.elastic.rendezvous.registry\n"
-        "assert 'asyncdist.torchrun' in sys.modules\n"
-        "assert 'asyncdist.torch_backend' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
+def test_import_of_torch_elastic_does_not_import_asyncdist(without_asyncdist):
+    loaded = without_asyncdist.start(HERE / "program_replaced.py", "loaded").hear()
+    assert "asyncdist.torchrun" in loaded
+    assert "asyncdist.torch_backend" not in loaded
 
 
 @pytest.mark.parametrize("allowed", [(), pytest.param(("--c10d", "any"), marks=pytest.mark.exhaustive)])

@@ -229,7 +229,7 @@ async def test_reductions_in_several_parts(hosts, config, dtype, op):
 @every_layout
 @pytest.mark.usefixtures("many_parts")
 async def test_large_tensors_in_several_parts(hosts):
-    async with world(hosts, config=Config(segment_nbytes=20_000)) as groups:
+    async with world(hosts, config=Config(segment_nbytes=45_000)) as groups:
         await run_cases(groups, collective_cases(len(hosts), 30_001, torch.float32))
 
 
@@ -239,7 +239,7 @@ async def test_large_tensors_in_several_parts(hosts):
 async def test_sums_and_averages_in_several_parts(hosts, dtype):
     async with world(hosts, config=SMALL_SEGMENTS) as groups:
         for op in (ReduceOp.SUM, ReduceOp.AVG):
-            await run_cases(groups, reducing(len(hosts), 40_013, dtype, op))
+            await run_cases(groups, reducing(len(hosts), 20_011, dtype, op))
 
 
 @pytest.mark.usefixtures("many_parts")
