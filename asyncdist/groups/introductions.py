@@ -33,7 +33,7 @@ class Pages:
 
     def __init__(self, size: int, pages: Sequence[bytes]) -> None:
         self._size, self._pages = size, pages
-        self._page: tuple[int, list[Any]] = (-1, [])
+        self._page: tuple[int, list[bytes]] = (-1, [])
         """The page that was read last. Any thread may replace it."""
 
     def column(self, number: int) -> Column:
@@ -48,8 +48,7 @@ class Pages:
         number, entries = self._page
         if number != rank // BLOCK:
             number, entries = self._page = rank // BLOCK, _unpacked(self._pages[rank // BLOCK])
-        entry: list[Any] = entries[rank % BLOCK]
-        return entry
+        return list(msgpack.unpackb(entries[rank % BLOCK]))
 
 
 class Column(Sequence[Any]):
@@ -142,7 +141,7 @@ class _Summary:
             notes.setdefault(each["machine"], []).append([rank, each["here"]])
         await self._meeting.note({machine: msgpack.packb(_packed(ranks)) for machine, ranks in notes.items()})
         return {
-            "pages": [_packed([each["entry"] for each in block])],
+            "pages": [_packed([msgpack.packb(each["entry"]) for each in block])],
             "digests": [[each["digest"], rank] for rank, each in enumerate(block, self._meeting.rank)],
             "offered": [name for each in block for name in each["entry"][0]],
             "hosts": [each["entry"][2] for each in block],

@@ -357,7 +357,9 @@ async def _answer_status(world: World, addresses: Sequence[Any]) -> World:
     try:
         if world.status_port is not None:
             world.status_port.serve(world.endpoint, addresses, world.describe)
-        await world.meeting.publish_status([(rank, *each) for rank, each in enumerate(addresses) if each is not None])
+        if world.endpoint.rank == 0:
+            ports = [(rank, *each) for rank, each in enumerate(addresses) if each is not None]
+            await world.meeting.publish_status(ports)
     except BaseException:
         world.leave()
         raise
