@@ -8,6 +8,7 @@ version and settings are compared by their digests.
 from __future__ import annotations
 
 import hashlib
+import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ import msgpack
 from asyncdist.base.release import VERSION
 from asyncdist.config import Config, shared_settings
 from asyncdist.errors import RendezvousError
+from asyncdist.kernel.algorithms.sharing import Sharing
 from asyncdist.kernel.engine.endpoint import Endpoint
-from asyncdist.kernel.engine.sharing import Sharing
 from asyncdist.net.network import machine_name
 from asyncdist.net.process_identity import process_identity
 from asyncdist.rendezvous import BLOCK, RendezvousSession
@@ -95,9 +96,8 @@ async def introduce(
     """
     rank, machine = meeting.rank, machine_name()
     everywhere, here = endpoint.listen(meeting.listen_host)
-    process, settings = process_identity(config.host), shared_settings(config)
+    process, agreed = process_identity(config.host), _agreed(config)
     host = f"rank {rank}" if process is None else process["host"]
-    agreed = {"version": VERSION, "settings": settings}
     digest = hashlib.blake2b(msgpack.packb(agreed), digest_size=8).digest()
     own = {
         "entry": [everywhere, status, host], "machine": machine, "here": [process, here], "digest": digest,
@@ -111,7 +111,7 @@ async def introduce(
         raise _difference(msgpack.unpackb(await meeting.offered(others[0])), own, others[0], rank)
     notes = msgpack.Unpacker()
     notes.feed(await meeting.noted(machine))
-    neighbours = {int(peer): (process, here) for note in notes for peer, (process, here) in _unpacked(note)}
+    neighbours = {peer: (_shared(process), here) for note in notes for peer, (process, here) in _unpacked(note)}
     pages = Pages(meeting.world_size, found["pages"])
     return Introductions(pages, neighbours, frozenset(found["offered"]), found["profile"], found["hosts"])
 
@@ -178,6 +178,18 @@ def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "offered": list(found["offered"]),
         "hosts": list(found["hosts"])[:_MOST_DIFFERENT],
     }
+
+
+def _agreed(config: Config) -> dict[str, Any]:
+    """Return what must be equal on every rank."""
+    return {"version": VERSION, "settings": shared_settings(config)}
+
+
+def _shared(process: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the identity of a process, with one copy of the texts that all processes of a machine have."""
+    if process is not None:
+        process.update(host=sys.intern(process["host"]), pids=sys.intern(process["pids"]))
+    return process
 
 
 def _difference(other: Mapping[str, Any], own: Mapping[str, Any], peer: int, rank: int) -> RendezvousError:

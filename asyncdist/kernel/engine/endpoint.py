@@ -23,6 +23,7 @@ from asyncdist.base.timers import TimerTable
 from asyncdist.config import DEFAULT_LANES, Config
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, TransportUnavailableError
 from asyncdist.kernel.algorithms.selection import Model
+from asyncdist.kernel.algorithms.sharing import Sharing
 from asyncdist.kernel.engine.agreements import Agreements
 from asyncdist.kernel.engine.call_checker import CollectiveChecker
 from asyncdist.kernel.engine.control_messages import ENDED
@@ -34,7 +35,6 @@ from asyncdist.kernel.engine.heartbeat import Heartbeat
 from asyncdist.kernel.engine.machine import Until
 from asyncdist.kernel.engine.operation import Channel, Operation, Plan, awaited
 from asyncdist.kernel.engine.progress import Progress
-from asyncdist.kernel.engine.sharing import Sharing
 from asyncdist.kernel.engine.transport_selector import Addresses, TransportSelector
 from asyncdist.kernel.engine.wait_probes import WaitProbes, timeout_error
 from asyncdist.kernel.engine.work import Work

@@ -16,9 +16,9 @@ from typing import Any
 
 from asyncdist.errors import TransportUnavailableError
 from asyncdist.kernel.algorithms.hierarchy import NodeLayout, layout
+from asyncdist.kernel.algorithms.sharing import Sharing
 from asyncdist.kernel.engine.drivers.core_placement import CorePlacement
 from asyncdist.kernel.engine.operation import Channel
-from asyncdist.kernel.engine.sharing import Sharing
 from asyncdist.kernel.transport.base import Link, MatchingQueue, Transport
 from asyncdist.kernel.transport.native import Native
 from asyncdist.net.process_identity import is_visible, last_core

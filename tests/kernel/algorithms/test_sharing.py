@@ -6,7 +6,7 @@ import random
 import msgpack
 import pytest
 
-from asyncdist.kernel.engine.sharing import Sharing, as_ranges, contains
+from asyncdist.kernel.algorithms.sharing import Sharing, as_ranges, contains
 
 
 def joined_in_pairs(parts):
