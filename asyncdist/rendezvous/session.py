@@ -244,10 +244,10 @@ class RendezvousSession:
 
     async def _missing(self, number: int) -> list[int]:
         """Return the ranks without a payload; if there are none, those that have not combined those of a block."""
-        missing, step, parts = await self._without("payload", number, 1), BLOCK, "part1"
+        missing, step, level = await self._without("payload", number, 1), BLOCK, 1
         while not missing and step < self.world_size:
-            missing = [rank for rank in await self._without(parts, number, step) if rank % (step * BLOCK)]
-            step, parts = step * BLOCK, f"part{int(parts.removeprefix('part')) + 1}"
+            missing = [rank for rank in await self._without(f"part{level}", number, step) if rank % (step * BLOCK)]
+            step, level = step * BLOCK, level + 1
         return missing
 
     async def _without(self, parts: str, number: int, step: int) -> list[int]:

@@ -141,7 +141,7 @@ class TransportSelector:
             for sharing in self.reached.values()
             for each in sharing.reached(peer)
             for other in each
-            if sharing.connects(peer, other)
+            if other != peer and sharing.connects(peer, other)
         }
 
     @property
