@@ -60,7 +60,9 @@ class TransportSelector:
         processes: Mapping[int, Mapping[str, Any] | None],
     ) -> None:
         """Store every rank's addresses; see `Endpoint.know`."""
-        self.addresses, self._here, self._offered = addresses, here, offered
+        self.addresses, self._offered = addresses, offered
+        local = any(transport.is_local for transport in self.transports)
+        self._here = {rank: each for rank, each in here.items() if each or local}
         own = processes.get(self.rank)
         self._processes = {rank: each for rank, each in processes.items() if each is not None and is_visible(each, own)}
 
@@ -92,8 +94,7 @@ class TransportSelector:
 
     def _used(self) -> set[Transport]:
         """Return the transports to all peers, and those with which ranks of other machines may send to this one."""
-        local = any(transport.is_local for transport in self.transports)
-        near = [self._transport_to(peer) for peer in self._here if peer != self.rank] if local else []
+        near = [self._transport_to(peer) for peer in self._here if peer != self.rank]
         used = {transport for transport in near if transport is not None}
         if sum(transport is not None and transport.is_local for transport in near) < len(self.addresses) - 1:
             used.update(each for each in self.transports if not each.is_local and each.name in self._offered)
