@@ -33,8 +33,6 @@ log = logging.getLogger("asyncdist.tcp")
 _TRY_AGAIN_AFTER = 0.1
 # Seconds for which a host may be unreachable where no heartbeats say for how long.
 _UNREACHED_FOR = 5.0
-# Seconds after which a rank that only receives connects to a peer that has not, so that it notices the peer's death.
-_OPEN_AFTER = 0.5
 # The lane of messages that must not wait behind data.
 _UNORDERED = (1 << 16) - 1
 # Unauthenticated connections allowed in addition to those of all peers.
@@ -348,14 +346,7 @@ class TcpLink(Link):
         return connection.writer.send(message)
 
     def open(self) -> None:
-        """Connect if the peer has not connected a moment later: a peer that sends does."""
-        timers = self._transport.host.timers
-        if 0 not in self._lanes and not self._transport.may_receive_from(self.peer) and self not in timers:
-            timers.schedule(self, monotonic() + _OPEN_AFTER, self._open_unless_reached)
-
-    def _open_unless_reached(self) -> None:
-        gone = self._transport.host.gone(self.peer) is not None
-        if 0 not in self._lanes and not gone and not self._transport.may_receive_from(self.peer):
+        if 0 not in self._lanes and not self._transport.may_receive_from(self.peer):
             self._open(0)
 
     def connectivity_problem(self) -> str:
