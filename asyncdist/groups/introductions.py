@@ -96,7 +96,7 @@ async def introduce(
     """
     rank, machine = meeting.rank, machine_name()
     everywhere, here = endpoint.listen(meeting.listen_host)
-    process, agreed = process_identity(config.host), _agreed(config)
+    process, agreed = process_identity(config.host), compared(config)
     host = f"rank {rank}" if process is None else process["host"]
     digest = hashlib.blake2b(msgpack.packb(agreed), digest_size=8).digest()
     own = {
@@ -180,7 +180,7 @@ def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _agreed(config: Config) -> dict[str, Any]:
+def compared(config: Config) -> dict[str, Any]:
     """Return what must be equal on every rank."""
     return {"version": VERSION, "settings": shared_settings(config)}
 

@@ -179,10 +179,10 @@ async def test_settings_with_unknown_names_are_refused_before_the_rendezvous(var
 
 
 async def test_different_versions_of_ranks_are_refused(monkeypatch):
-    agreed = introductions._agreed
+    agreed = introductions.compared
     newer = {"version": "99.0"}
     monkeypatch.setattr(
-        introductions, "_agreed", lambda config: agreed(config) | (newer if config.host == "host of rank 1" else {})
+        introductions, "compared", lambda config: agreed(config) | (newer if config.host == "host of rank 1" else {})
     )
     store, options = HashStore(), {"backend": "tcp", "world_size": 2, "timeout": 60}
     messages = await refused(
