@@ -14,6 +14,8 @@ from benchmarks.benchmark import COUNTS, Benchmark, option
 from benchmarks.grid import Case, GridReport, Target, figure_within, yes_or_no
 
 _WHO = "asyncdist"
+_PATIENCE = 600.0
+"""Seconds for one world, also on a busy machine."""
 _MOST_BYTES, _MOST_BARRIERS, _MOST_GROWTH = 2e6, 3.0, 1.3
 """The targets at 256 ranks: bytes of the store, first barrier against later ones, processor time against 32 ranks."""
 
@@ -49,7 +51,7 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
             for size, case in cases.items():
                 self.laboratory.progress(f"{size} ranks: {number + 1} of {self.plan.rounds}")
                 world = self.laboratory.start("meet", self.plan.transport, size, self.plan.barriers)
-                found = world.hear()
+                found = world.hear(_PATIENCE)
                 case.add(_WHO, found.pop("processor"), **found)
                 world.say("end")
                 world.wait()
