@@ -15,6 +15,7 @@ CLASSES = {
     "faults": "FaultsBenchmark",
     "idle": "IdleBenchmark",
     "rpc": "RpcBenchmark",
+    "scale": "ScaleBenchmark",
     "store": "StoreBenchmark",
     "weights": "WeightsBenchmark",
 }

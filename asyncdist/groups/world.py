@@ -20,15 +20,15 @@ from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.descriptors import naming_exhaustion
 from asyncdist.base.interrupts import shorten_interrupts
 from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.base.release import VERSION
-from asyncdist.config import Config, shared_settings
+from asyncdist.config import Config
 from asyncdist.environment import Launch
-from asyncdist.errors import AsyncdistError, NotInitializedError, RendezvousError, UsageError
+from asyncdist.errors import AsyncdistError, NotInitializedError, UsageError
 from asyncdist.errors import ranks as ranks_as_text
 from asyncdist.groups import task_factory
 from asyncdist.groups.calibration import measurement, profile
 from asyncdist.groups.dropped_works import DebugGroup
 from asyncdist.groups.group import Group
+from asyncdist.groups.introductions import introduce, share_reached
 from asyncdist.groups.subgroups import NonMember
 from asyncdist.kernel.algorithms.selection import forced_by
 from asyncdist.kernel.collectives.arguments import checked_text, whole_number_of
@@ -38,7 +38,6 @@ from asyncdist.kernel.tracing.metrics import serve_configured_metrics
 from asyncdist.kernel.tracing.stacks import watch_tasks
 from asyncdist.kernel.transport import registry
 from asyncdist.kernel.transport.base import Transport
-from asyncdist.net.process_identity import process_identity
 from asyncdist.rendezvous import RendezvousSession, meet
 from asyncdist.status.port import StatusPort
 
@@ -307,36 +306,25 @@ async def _meet(
         port: StatusPort | None = None
         try:
             port = StatusPort(meeting.listen_host, config) if config.status else None
-            own = {
-                "addresses": endpoint.listen(meeting.listen_host),
-                "version": VERSION,
-                "settings": shared_settings(config),
-                "process": process_identity(config.host),
-                "status": None if port is None else port.address,
-                "profile": from_file,
-            }
-            ranks = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(own), more=True)]
-            _compare(ranks, meeting.rank)
-            endpoint.processes = [rank["process"] for rank in ranks]
-            addresses = [rank["addresses"] for rank in ranks]
-            probes = endpoint.transport_selector.probe_peers(addresses, meeting.remaining())
+            known = await introduce(
+                meeting, endpoint, config, status=None if port is None else port.address, profile=from_file
+            )
+            endpoint.know(known.pages.column(0), known.pages.column(2), known.machine, known.offered)
+            probes = endpoint.transport_selector.probe_peers(meeting.remaining())
+            measures = known.profile is None and config.calibrate and len(known.hosts) > 1
             reached = await meeting.before_exchange(probes)
-            hosts = measurement.first_of_hosts(endpoint.processes) if config.calibrate else []
-            values = next((rank["profile"] for rank in ranks if rank["profile"] is not None), None)
-            measures = values is None and len(hosts) > 1
-            exchanged = await meeting.exchange(msgpack.packb(reached), more=measures)
-            endpoint.finalize([msgpack.unpackb(each) for each in exchanged])
+            endpoint.finalize(await share_reached(meeting, reached, more=measures))
             if measures:
-                await _calibrate(endpoint, config, meeting, hosts)
-            elif values is not None:
-                _use(endpoint, config, values, profile.MODEL_FROM_PROFILE)
+                await _calibrate(endpoint, config, meeting, measurement.first_of_hosts(endpoint.hosts))
+            elif known.profile is not None:
+                _use(endpoint, config, known.profile, profile.MODEL_FROM_PROFILE)
             world = make_world(meeting, endpoint, status_port=port)
         except BaseException:
             if port is not None:
                 port.close()
             endpoint.close()
             raise
-        return await _answer_status(world, [rank["status"] for rank in ranks])
+        return await _answer_status(world, known.pages.column(1))
     except BaseException:
         await meeting.close()
         raise
@@ -369,28 +357,13 @@ async def _answer_status(world: World, addresses: Sequence[Any]) -> World:
     try:
         if world.status_port is not None:
             world.status_port.serve(world.endpoint, addresses, world.describe)
-        await world.meeting.publish_status([(rank, *each) for rank, each in enumerate(addresses) if each is not None])
+        if world.endpoint.rank == 0:
+            ports = [(rank, *each) for rank, each in enumerate(addresses) if each is not None]
+            await world.meeting.publish_status(ports)
     except BaseException:
         world.leave()
         raise
     return world
-
-
-def _compare(ranks: Sequence[dict[str, Any]], rank: int) -> None:
-    """Raise RendezvousError if the version or settings of a rank differ from this rank's: schedules would not match."""
-    own = ranks[rank]
-    for peer, other in enumerate(ranks):
-        if other["version"] != own["version"]:
-            raise RendezvousError(
-                f"rank {peer} runs asyncdist {other['version']}, but rank {rank} asyncdist {own['version']}; "
-                "install the same version for every rank"
-            )
-        for variable, value in other["settings"].items():
-            if value != own["settings"][variable]:
-                raise RendezvousError(
-                    f"rank {peer} runs with {variable}={value!r}, but rank {rank} with {own['settings'][variable]!r}; "
-                    "start every rank with the same ASYNCDIST_ settings"
-                )
 
 
 async def discard_world(opening: asyncio.Task[World | None]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _ENDED = (b"Z", b"X", b"x")
@@ -97,15 +97,15 @@ def is_visible(identity: Mapping[str, Any] | None, own: Mapping[str, Any] | None
     )
 
 
-def pids_of_machine(identities: Sequence[Mapping[str, Any] | None], rank: int) -> list[int] | None:
+def pids_of_machine(identities: Mapping[int, Mapping[str, Any] | None], rank: int) -> list[int] | None:
     """Return the processes of all ranks on the machine of ``rank``, whatever the names of their hosts.
 
     None if some are not visible from there, or may be on it.
     """
-    own = identities[rank]
-    if own is None or None in identities:
+    own, all_known = identities[rank], list(identities.values())
+    if own is None or None in all_known:
         return None
-    here = [each for each in identities if each is not None and _machine(each) == _machine(own)]
+    here = [each for each in all_known if each is not None and _machine(each) == _machine(own)]
     return [each["pid"] for each in here] if all(each["pids"] == own["pids"] for each in here) else None
 
 

@@ -340,7 +340,7 @@ async def _claim(world: WorldSpec, record: AddressRecord, client: AsyncStore, se
                 f"rank {rank} was started with world_size {world.world_size}, and rank 0 with {record.world_size}; "
                 "start every rank with the same world_size"
             )
-            await session.refuse(reason, min(rank, record.world_size - 1))
+            await session.refuse(reason)
             raise RendezvousError(reason)
         if holder != process:
             raise RendezvousError(_claimed_twice(rank, holder, session.where))

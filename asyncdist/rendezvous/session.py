@@ -7,7 +7,10 @@ Keys of one world in rank 0's store, all under ``world/<id>/``:
     size               the number of ranks, as rank 0 knows it; present unless the record is stale
     joined/<rank>      the process that claims the rank; the first claim wins
     left/<rank>        the rank does not use the store any more
-    payload/<n>/<rank> the rank's payload of the n-th exchange, or the reason why it failed
+    payload/<n>/<rank> the rank's payload of the n-th exchange
+    part<k>/<n>/<rank> what the first rank of BLOCK**k ranks has combined of theirs
+    result/<n>         what rank 0 has combined of all, or the reason why the exchange failed; the first one counts
+    note/<name>        what ranks have appended for those that need it, as `RendezvousSession.note`
     kv/                the keys of `RendezvousSession.store`
 """
 
@@ -15,13 +18,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgpack
 
 from asyncdist.base.background_loop import cancel_all
 from asyncdist.base.backoff import Backoff
@@ -47,7 +53,9 @@ T = TypeVar("T")
 CLOSE_TIMEOUT = 5.0
 FIRST_NOTICE = 10.0
 """Seconds after which a rank logs for whom it waits. Each further notice comes after twice the time of the one before."""
-_PAYLOAD, _ERROR = b"\x01", b"\x00"
+_RESULT, _ERROR = b"\x01", b"\x00"
+BLOCK = 64
+"""The number of ranks whose payloads the first of them combines, and of blocks whose results the first of them combines."""
 _LAST_READ_TIMEOUT = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
 
@@ -58,6 +66,13 @@ class TimeLimit:
 
     timeout: float
     deadline: Deadline
+
+
+class Summary(Protocol):
+    """Combines what the ranks pass to `RendezvousSession.combine`."""
+
+    async def merge(self, parts: Sequence[bytes], level: int) -> bytes:
+        """Combine the payloads of consecutive ranks, from this one on; at a ``level`` above 0 what this has returned."""
 
 
 @dataclass(eq=False, repr=False)
@@ -107,17 +122,21 @@ class RendezvousSession:
         return self._limit.deadline.remaining()
 
     async def exchange(self, payload: bytes, *, timeout: float | None = None, more: bool = False) -> list[bytes]:
-        """All-gather one payload of each rank, in one round trip to the store. Every rank calls it equally often.
+        """All-gather one payload of each rank, in order of rank. `combine` has the arguments and the errors."""
+        return list(msgpack.unpackb(await self.combine(payload, _Listed(), timeout=timeout, more=more)))
 
-        Close the session after a failed exchange.
+    async def combine(
+        self, payload: bytes, summary: Summary, *, timeout: float | None = None, more: bool = False
+    ) -> bytes:
+        """Combine one payload of each rank along a tree, and return the result. Every rank calls it equally often.
+
+        Close the session after a failed call.
 
         Args:
             payload: The payload of this rank.
+            summary: Combines payloads; equal on all ranks.
             timeout: Seconds to wait; by default until the deadline of the rendezvous.
             more: Whether another exchange follows at once, without which the world is not complete.
-
-        Returns:
-            The payloads in order of rank.
 
         Raises:
             RendezvousTimeoutError: The first of the waiting ranks ran out of time; raised on all of them.
@@ -127,14 +146,25 @@ class RendezvousSession:
         number, self._exchanges = self._exchanges, self._exchanges + 1
         self._pending_exchanges = [number, number + 1] if more else [number]
         try:
-            values = await self._offer_and_wait(self._payload_keys(number), _PAYLOAD + payload, limit)
+            value = await self._offer_and_wait(number, payload, summary, limit)
         except StoreConnectionError as error:
             raise self._host_lost() from error
         self._pending_exchanges = [number + 1] if more else []
-        for value in values:
-            if not value.startswith(_PAYLOAD):
-                raise _error_in(value, self.where)
-        return [value[len(_PAYLOAD) :] for value in values]
+        if not value.startswith(_RESULT):
+            raise self._error_in(value)
+        return value[len(_RESULT) :]
+
+    async def offered(self, rank: int) -> bytes:
+        """Return what another rank has passed to the last call of `combine`."""
+        return await self._client.get(self.keys("payload", self._exchanges - 1, rank))
+
+    async def note(self, notes: Mapping[str, bytes]) -> None:
+        """Append to notes of the world. What is appended in `Summary.merge` is there when `combine` returns."""
+        await asyncio.gather(*(self._client.append(self.keys("note", name), note) for name, note in notes.items()))
+
+    async def noted(self, name: str) -> bytes:
+        """Return a note of the world."""
+        return await self._client.get(self.keys("note", name))
 
     def status_record(self, ports: Sequence[tuple[int, str, int]]) -> AddressRecord:
         """Return the world's record with the rank, host and port of status ports."""
@@ -150,23 +180,20 @@ class RendezvousSession:
     async def before_exchange(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await a coroutine before the next exchange; raise RendezvousError as soon as that exchange has failed.
 
-        It has failed if another rank wrote an error in place of this rank's payload, or if rank 0's store has ended.
+        It has failed if it has a result before this rank takes part, or if rank 0's store has ended.
         """
-        failed = self._client.get(self.keys("payload", self._exchanges, self.rank), timeout=math.inf)
+        failed = self._client.get(self.keys("result", self._exchanges), timeout=math.inf)
         done = asyncio.ensure_future(coroutine)
         either: list[asyncio.Future[Any]] = [failed, done]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if done.done():
                 return await done
-            raise _error_in(await failed, self.where)
+            raise self._error_in(await failed)
         except StoreConnectionError as error:
             raise self._host_lost() from error
         finally:
             await cancel_all(failed, done)
-
-    def _payload_keys(self, exchange: int) -> list[str]:
-        return [self.keys("payload", exchange, rank) for rank in range(self.world_size)]
 
     def _host_lost(self) -> RendezvousError:
         return RendezvousError(
@@ -174,45 +201,85 @@ class RendezvousSession:
             "read rank 0's log first"
         )
 
-    async def _offer_and_wait(self, keys: list[str], offer: bytes, limit: TimeLimit) -> list[bytes]:
-        # Not a plain set: the other ranks may have written an error in place of the payload of a late rank.
-        offering = asyncio.ensure_future(self._client.compare_set(keys[self.rank], b"", offer))
-        values = self._client.multi_get(keys, timeout=limit.deadline.remaining())
-        pause = FIRST_NOTICE
+    async def _offer_and_wait(self, number: int, payload: bytes, summary: Summary, limit: TimeLimit) -> bytes:
+        climbing = asyncio.ensure_future(self._climb(number, payload, summary))
+        result = self._client.get(self.keys("result", number), timeout=limit.deadline.remaining())
+        awaited: set[asyncio.Future[Any]] = {climbing, result}
+        # Rank 0 alone speaks for all that have joined.
+        pause = FIRST_NOTICE if self.rank == 0 else None
         try:
-            # Rank 0 alone speaks for all that have joined.
-            while not (await asyncio.wait([values], timeout=pause if self.rank == 0 else None))[0]:
-                joined, missing = await self._presence(keys)
-                log.warning(
-                    "still waiting for rank %s at %s: %d of %d have joined",
-                    ranks(missing), self.where, len(joined), self.world_size,
-                )  # fmt: skip
-                pause *= 2
-            return await values
+            while not result.done():
+                done, _ = await asyncio.wait(awaited, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                if climbing in done and not result.done():
+                    await climbing
+                    awaited.discard(climbing)
+                elif pause is not None and not done:
+                    missing = await self._missing(number)
+                    log.warning(
+                        "still waiting for rank %s at %s: %d of %d have joined",
+                        ranks(missing), self.where, self.world_size - len(missing), self.world_size,
+                    )  # fmt: skip
+                    pause *= 2
+            return await result
         except StoreTimeoutError:
-            return await self._give_up(keys, limit)
+            return await self._give_up(number, limit)
         finally:
-            await cancel_all(values, offering)
+            await cancel_all(result, climbing)
 
-    async def _presence(self, keys: list[str]) -> tuple[list[int], list[int]]:
-        """Return the ranks whose keys are present, and the others."""
-        present = set(await self._client.list_keys(keys[0].removesuffix("0")))
-        joined = [rank for rank, key in enumerate(keys) if key in present]
-        return joined, [rank for rank, key in enumerate(keys) if key not in present]
+    async def _climb(self, number: int, payload: bytes, summary: Summary) -> None:
+        """Offer a payload, combine those of this rank's blocks, and pass the result on; rank 0 writes that of all."""
+        offering = self._client.set(self.keys("payload", number, self.rank), payload)
+        step, level, parts = 1, 0, "payload"
+        while self.rank % (step * BLOCK) == 0 and (level == 0 or step < self.world_size):
+            members = range(self.rank + step, min(self.rank + step * BLOCK, self.world_size), step)
+            keys = [self.keys(parts, number, member) for member in members]
+            others = await self._client.multi_get(keys, timeout=math.inf) if keys else []
+            payload = await summary.merge([payload, *others], level)
+            step, level, parts = step * BLOCK, level + 1, f"part{level + 1}"
+        await offering
+        if self.rank == 0:
+            await self._client.compare_set(self.keys("result", number), b"", _RESULT + payload)
+        elif level:
+            await self._client.set(self.keys(parts, number, self.rank), payload)
 
-    async def _give_up(self, keys: list[str], limit: TimeLimit) -> list[bytes]:
-        """Write a timeout error in place of the missing payloads, so that every waiting rank raises it.
+    async def _missing(self, number: int) -> list[int]:
+        """Return the ranks without a payload; if there are none, those that have not combined those of a block."""
+        missing, step, level = await self._without("payload", number, 1), BLOCK, 1
+        while not missing and step < self.world_size:
+            missing = [rank for rank in await self._without(f"part{level}", number, step) if rank % (step * BLOCK)]
+            step, level = step * BLOCK, level + 1
+        return missing
 
-        Returns the values of ``keys``: only payloads, if the last of them arrived just now.
+    async def _without(self, parts: str, number: int, step: int) -> list[int]:
+        prefix = self.keys(parts, number, "")
+        present = {int(key.removeprefix(prefix)) for key in await self._client.list_keys(prefix)}
+        return [rank for rank in range(0, self.world_size, step) if rank not in present]
+
+    async def _give_up(self, number: int, limit: TimeLimit) -> bytes:
+        """Write a timeout error in place of the result, so that every rank raises it.
+
+        Returns the result: that of `combine`, if the last payload arrived just now.
         """
-        joined, missing = await self._presence(keys)
-        failure = _failure(joined=joined, missing=missing, timeout=limit.timeout)
-        await asyncio.gather(*(self._client.compare_set(keys[rank], b"", failure) for rank in missing))
-        return await self._client.multi_get(keys, timeout=_LAST_READ_TIMEOUT)
+        key = self.keys("result", number)
+        # One rank speaks for those that run out of time together, unless it ends.
+        if await self._client.add(self.keys("late", number), 1) > 1:
+            with contextlib.suppress(StoreTimeoutError):
+                return await self._client.get(key, timeout=_LAST_READ_TIMEOUT)
+        failure = _failure(missing=await self._missing(number), timeout=limit.timeout)
+        await self._client.compare_set(key, b"", failure)
+        return await self._client.get(key, timeout=_LAST_READ_TIMEOUT)
 
-    async def refuse(self, reason: str, rank: int) -> None:
-        """Fail the exchange on the ranks that wait for ``rank``, with a reason."""
-        await self._client.compare_set(self.keys("payload", self._exchanges, rank), b"", _failure(reason=reason))
+    async def refuse(self, reason: str) -> None:
+        """Fail the exchange on all ranks, with a reason."""
+        await self._client.compare_set(self.keys("result", self._exchanges), b"", _failure(reason=reason))
+
+    def _error_in(self, value: bytes) -> RendezvousError:
+        fields = json.loads(value[len(_ERROR) :])
+        if "missing" not in fields:
+            return RendezvousError(fields["reason"])
+        missing = set(fields["missing"])
+        joined = [rank for rank in range(self.world_size) if rank not in missing]
+        return RendezvousTimeoutError(joined, fields["missing"], fields["timeout"], self.where)
 
     async def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
         """Leave the world and close all connections. Rank 0 first waits for the other ranks, at most ``timeout`` seconds.
@@ -252,8 +319,7 @@ class RendezvousSession:
         joined = [int(key.removeprefix(prefix)) for key in await self._client.list_keys(prefix)]
         await self._until_alone([rank for rank in joined if rank != 0])
         # The server may continue to serve other worlds.
-        for key in await self._client.list_keys(self.keys("")):
-            await self._client.delete_key(key)
+        await asyncio.gather(*map(self._client.delete_key, await self._client.list_keys(self.keys(""))))
 
     async def _until_alone(self, ranks: list[int]) -> None:
         """Wait until all of ``ranks`` have left, or no other client is connected, because a dead rank writes no key."""
@@ -269,18 +335,17 @@ class RendezvousSession:
         """Fail the exchanges that wait for this rank's payload, on the ranks that wait now or later."""
         failure = _failure(reason=f"rank {self.rank} gave up before the world was complete; read its log first")
         for number in self._pending_exchanges:
-            keys = self._payload_keys(number)
-            await self._client.set(keys[self.rank], failure)
-            await asyncio.gather(*(self._client.compare_set(key, b"", failure) for key in keys))
+            await self._client.compare_set(self.keys("result", number), b"", failure)
+
+
+class _Listed:
+    """Combines payloads into the list of all."""
+
+    async def merge(self, parts: Sequence[bytes], level: int) -> bytes:
+        lists = [parts] if level == 0 else map(msgpack.unpackb, parts)
+        return bytes(msgpack.packb([*itertools.chain.from_iterable(lists)]))
 
 
 def _failure(**fields: Any) -> bytes:
-    """Return the value that a rank writes in place of a payload when an exchange fails."""
+    """Return the value that a rank writes in place of a result when an exchange fails."""
     return _ERROR + json.dumps(fields).encode()
-
-
-def _error_in(value: bytes, where: str) -> RendezvousError:
-    fields = json.loads(value[len(_ERROR) :])
-    if "missing" in fields:
-        return RendezvousTimeoutError(fields["joined"], fields["missing"], fields["timeout"], where)
-    return RendezvousError(fields["reason"])

@@ -111,8 +111,8 @@ class StatusGathering:
                 silent.update({int(rank): str(seen) for rank, seen in answer["seen"] if seen and rank in silent})
 
     def _share_a_host(self, rank: int, other: int) -> bool:
-        first, second = self._endpoint.processes[rank], self._endpoint.processes[other]
-        return first is not None and second is not None and first["host"] == second["host"]
+        hosts = self._endpoint.hosts
+        return bool(hosts[rank] == hosts[other])
 
 
 def _in_words(error: BaseException) -> str:

@@ -165,13 +165,14 @@ class ChaosProcess:
     def connect_through_proxies(self):
         probe = TransportSelector.probe_peers
 
-        async def probe_through_proxies(selector, addresses, timeout):
+        async def probe_through_proxies(selector, timeout):
+            addresses = selector.addresses
             instead = self.ask_for_addresses(selector.rank, [each.get("tcp") for each in addresses])
-            through = [
+            selector.addresses = [
                 {**each, "tcp": {**each["tcp"], "host": other[0], "port": other[1]}} if other else each
                 for each, other in zip(addresses, instead, strict=True)
             ]
-            return await probe(selector, through, timeout)
+            return await probe(selector, timeout)
 
         TransportSelector.probe_peers = probe_through_proxies
 

@@ -5,9 +5,7 @@ import contextlib
 import subprocess
 import sys
 from datetime import timedelta
-from types import SimpleNamespace
 
-import msgpack
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ from asyncdist.errors import (
     TransportUnavailableError,
     UsageError,
 )
-from asyncdist.groups import world as world_module
+from asyncdist.groups import introductions
 from asyncdist.groups.world import open_world
 from asyncdist.kernel.devices import group as device_groups
 from asyncdist.kernel.engine.work import Work
@@ -181,10 +179,11 @@ async def test_settings_with_unknown_names_are_refused_before_the_rendezvous(var
 
 
 async def test_different_versions_of_ranks_are_refused(monkeypatch):
-    def pack(own):
-        return msgpack.packb(own | {"version": "99.0"} if "host of rank 1" in str(own.get("process")) else own)
-
-    monkeypatch.setattr(world_module, "msgpack", SimpleNamespace(packb=pack, unpackb=msgpack.unpackb))
+    agreed = introductions.compared
+    newer = {"version": "99.0"}
+    monkeypatch.setattr(
+        introductions, "compared", lambda config: agreed(config) | (newer if config.host == "host of rank 1" else {})
+    )
     store, options = HashStore(), {"backend": "tcp", "world_size": 2, "timeout": 60}
     messages = await refused(
         *(

@@ -238,6 +238,34 @@ async def test_incomplete_world_names_the_missing_ranks_on_every_rank(meet_as):
         await late.exchange(b"")
 
 
+async def test_blocks_of_blocks_combine(meet_as, monkeypatch):
+    monkeypatch.setattr(sessions, "BLOCK", 3)
+    await close_all(await world_of(meet_as, 28, "tcp://127.0.0.1:0"))
+
+
+class Stopped:
+    """A rank that stops while it combines what its block has offered."""
+
+    async def merge(self, parts, level):
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(("silent", "size"), [(3, 5), (9, 12)])
+async def test_rank_that_does_not_combine_its_block_is_named(meet_as, monkeypatch, silent, size):
+    monkeypatch.setattr(sessions, "BLOCK", 3)
+    meetings = [await meet_as("tcp://127.0.0.1:0", 0, size)]
+    meetings += [await meet_as(meetings[0].where, rank, size, timeout=60) for rank in range(1, size)]
+    stopped = asyncio.ensure_future(meetings[silent].combine(b"", Stopped()))
+    others = [asyncio.ensure_future(meeting.exchange(b"")) for meeting in meetings[1:] if meeting.rank != silent]
+    keys = [meetings[0].keys("payload", 0, rank) for rank in range(1, size)]
+    keys += [meetings[0].keys("part1", 0, rank) for rank in range(3, size, 3) if rank != silent]
+    await meetings[0].store.underlying_store.wait(keys)
+    outcomes = await asyncio.gather(meetings[0].exchange(b"", timeout=0.2), *others, stopped, return_exceptions=True)
+    for error in outcomes:
+        assert isinstance(error, RendezvousTimeoutError)
+        assert error.missing == (silent,)
+
+
 async def test_missing_rank_0_times_out(meet_as, tmp_path):
     port = free_port()
     for init_method in (f"tcp://127.0.0.1:{port}", f"file://{tmp_path}"):

@@ -292,7 +292,7 @@ def proxied_world(
         endpoints = [Endpoint(rank, size, world_id, config, kinds, home) for rank in range(size)]
         for endpoint in endpoints:
             stack.callback(endpoint.close)
-        listening = [endpoint.listen("127.0.0.1")["tcp"] for endpoint in endpoints]
+        listening = [endpoint.listen("127.0.0.1")[0]["tcp"] for endpoint in endpoints]
         proxies = {
             (writer, reader): stack.enter_context(Proxy(listening[reader]["host"], listening[reader]["port"]))
             for writer in range(size)
@@ -301,8 +301,8 @@ def proxied_world(
         }
         for rank, endpoint in enumerate(endpoints):
             addresses = [_behind(proxies.get((rank, peer)), listening[peer]) for peer in range(size)]
-            endpoint.transport_selector.addresses = addresses
-            endpoint.finalize([{}] * size)
+            endpoint.know(addresses, ["host"] * size, {}, {"tcp"})
+            endpoint.finalize({})
         yield ProxiedWorld(
             endpoints, [Group(endpoint, range(size), "world", timeout) for endpoint in endpoints], proxies
         )

@@ -27,6 +27,7 @@ class InprocTransport(Transport):
 
     name: ClassVar[str] = "inproc"
     preference: ClassVar[int] = 100
+    is_local: ClassVar[bool] = True
     same_thread: ClassVar[bool] = True
 
     def __init__(self, host: Host) -> None:

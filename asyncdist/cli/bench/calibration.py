@@ -48,7 +48,7 @@ async def calibrate(path: Path) -> None:
     config = Config.from_environment().with_(calibrate=False, profile=None)
     world = await open_world(config=config, home=asyncio.get_running_loop(), name="bench")
     try:
-        hosts = first_of_hosts(world.endpoint.processes)
+        hosts = first_of_hosts(world.endpoint.hosts)
         if len(hosts) < 2:
             raise UsageError(
                 "all ranks of this job are on one host, where no link is measured: start `asyncdist bench --calibrate` on "

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,15 +38,12 @@ _LEAST_SECONDS, _LEAST_PER_BYTE = 0.1e-6, 1e-12
 """Lower bounds of the measured values: noise must not make a round or a byte free of charge."""
 
 
-def first_of_hosts(processes: Sequence[Mapping[str, Any] | None]) -> list[int]:
-    """Return the first rank of each host, from the identities of all ranks' processes.
-
-    A process without an identity counts as a host.
-    """
-    first: dict[object, int] = {}
-    for rank, process in enumerate(processes):
-        first.setdefault(rank if process is None else process["host"], rank)
-    return sorted(first.values())
+def first_of_hosts(hosts: Sequence[str]) -> list[int]:
+    """Return the first rank of each host, from the hosts of all ranks."""
+    first: dict[str, int] = {}
+    for rank, host in enumerate(hosts):
+        first.setdefault(host, rank)
+    return list(first.values())
 
 
 async def measure_links(
@@ -103,8 +100,9 @@ async def _measure_lanes(endpoint: Endpoint, ranks: Sequence[int], found: Values
 
 def _has_cores(endpoint: Endpoint) -> bool:
     """Return whether this host has two cores for each of its ranks."""
-    own = endpoint.processes[endpoint.rank] if endpoint.processes else None
-    ranks = 1 if own is None else sum(each is not None and each["host"] == own["host"] for each in endpoint.processes)
+    own = endpoint.processes.get(endpoint.rank)
+    neighbours = endpoint.processes.values()
+    ranks = 1 if own is None else sum(each is not None and each["host"] == own["host"] for each in neighbours)
     return allowed_cores() >= 2 * ranks
 
 

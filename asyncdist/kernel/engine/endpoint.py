@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from time import monotonic
 from typing import Any
@@ -23,6 +23,7 @@ from asyncdist.base.timers import TimerTable
 from asyncdist.config import DEFAULT_LANES, Config
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, TransportUnavailableError
 from asyncdist.kernel.algorithms.selection import Model
+from asyncdist.kernel.algorithms.sharing import Sharing
 from asyncdist.kernel.engine.agreements import Agreements
 from asyncdist.kernel.engine.call_checker import CollectiveChecker
 from asyncdist.kernel.engine.control_messages import ENDED
@@ -34,7 +35,7 @@ from asyncdist.kernel.engine.heartbeat import Heartbeat
 from asyncdist.kernel.engine.machine import Until
 from asyncdist.kernel.engine.operation import Channel, Operation, Plan, awaited
 from asyncdist.kernel.engine.progress import Progress
-from asyncdist.kernel.engine.transport_selector import TransportSelector
+from asyncdist.kernel.engine.transport_selector import Addresses, TransportSelector
 from asyncdist.kernel.engine.wait_probes import WaitProbes, timeout_error
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.buffers import Scratch
@@ -64,9 +65,8 @@ _MANY_RECEIVES = 64
 class Endpoint:
     """The peers of one rank in one world.
 
-    To connect the ranks, call `listen`, gather its results from all ranks, and pass them to `probe_peers` of the
-    `transport_selector`. Gather its results in the same way, and pass them to `finalize`. Links are made when they are
-    first used.
+    To connect the ranks, call `listen`, exchange its results with all ranks, and pass them to `know`. Call `probe_peers`
+    of the `transport_selector`, combine its results, and pass them to `finalize`. Links are made when they are first used.
 
     Args:
         world_id: Identifies the world in traces.
@@ -113,7 +113,10 @@ class Endpoint:
         self.difference = self.checker.difference
         self.direct_calls = DirectCalls(self, self.checker, scratch, self.progress.waiting)
         self._probes = WaitProbes(self, monotonic)
-        self.processes: Sequence[Mapping[str, Any] | None] = ()
+        self.processes: Mapping[int, Mapping[str, Any] | None] = {}
+        """The identities of the processes of this machine, by rank."""
+        self.hosts: Sequence[str] = ()
+        """The host of each rank."""
         self.agreements = Agreements(self, failures)
         failures.observers.append(self._on_change)
         self._heartbeat = Heartbeat(self, failures)
@@ -128,19 +131,37 @@ class Endpoint:
 
     # -- coming and going ----------------------------------------------------------------------
 
-    def listen(self, where: str) -> dict[str, Any]:
-        """Start every transport's listener at this machine's address; return the addresses by transport."""
-        addresses = {transport.name: transport.listen(where) for transport in self.transport_selector.transports}
+    def listen(self, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Start every transport's listener at this machine's address.
+
+        Returns:
+            The addresses by transport: those for all ranks, and those for the ranks of this machine.
+        """
+        everywhere: dict[str, Any] = {}
+        here: dict[str, Any] = {}
+        for transport in self.transport_selector.transports:
+            (here if transport.is_local else everywhere)[transport.name] = transport.listen(where)
         # A peer that opens its world earlier may connect from now on, and expects an answer.
         self._heartbeat.start(self.progress)
-        return addresses
+        return everywhere, here
 
-    def finalize(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Select transports from the results of every rank's `TransportSelector.probe_peers`, by rank.
-
-        Groups may be made afterwards.
+    def know(
+        self,
+        addresses: Sequence[Addresses],
+        hosts: Sequence[str],
+        machine: Mapping[int, tuple[Mapping[str, Any] | None, Addresses]],
+        offered: Set[str],
+    ) -> None:
+        """Store the addresses and the host of each rank, the processes and local addresses of the ranks of this machine,
+        and which transports any rank has for ranks elsewhere.
         """
-        self.transport_selector.finalize(reached, self.processes)
+        self.hosts, self.processes = hosts, {rank: process for rank, (process, _) in machine.items()}
+        here = {rank: local for rank, (_, local) in machine.items()}
+        self.transport_selector.know(addresses, here, offered, self.processes)
+
+    def finalize(self, reached: Mapping[str, Sharing]) -> None:
+        """Select transports from what all ranks have reached, by transport. Groups may be made afterwards."""
+        self.transport_selector.reached = reached
         self.recorder.progress.append(self._executor.progress)
         self.recorder.details.append(self._state)
         spin, crowded = self.transport_selector.spin_policy()
@@ -299,11 +320,11 @@ class Endpoint:
         """Return whether a peer takes part in nothing any more: it has said goodbye, or its process has ended here."""
         if peer in self.failures.left:
             return True
-        return bool(self.processes) and has_ended(self.processes[peer], self.processes[self.rank])
+        return has_ended(self.processes.get(peer), self.processes.get(self.rank))
 
     def state_of(self, peer: int) -> ProcessState | None:
         """Return what the process of a peer does; None if this process cannot see it."""
-        return process_state(self.processes[peer], self.processes[self.rank]) if self.processes else None
+        return process_state(self.processes.get(peer), self.processes.get(self.rank))
 
     def _state(self) -> dict[str, Any]:
         """Return which peers are lost or have left, when the others were last heard, and how this rank waits.
@@ -323,14 +344,14 @@ class Endpoint:
 
     def look_at(self, peer: int) -> str:
         """Return what a peer's process does, as a clause; empty if this rank cannot see it. Any thread may call it."""
-        if bool(self.processes) and has_ended(self.processes[peer], self.processes[self.rank]):
+        if has_ended(self.processes.get(peer), self.processes.get(self.rank)):
             return "its process has ended"
         state = self.state_of(peer)
         return "" if state is None else state.text
 
     def pid_of(self, peer: int) -> int | None:
         """Return the process id of a rank on its host; None if it is not known."""
-        identity = self.processes[peer] if self.processes else None
+        identity = self.processes.get(peer)
         return None if identity is None else identity["pid"]
 
     def watch(self, peer: int) -> None:

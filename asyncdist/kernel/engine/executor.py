@@ -10,7 +10,7 @@ import itertools
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from asyncdist.base.callables import Callback
@@ -57,8 +57,8 @@ class EngineHost(Protocol):
     """The links that `link` has made."""
     inboxes: dict[int, MatchingQueue]
     lost_peers: dict[int, GroupError]
-    processes: Sequence[Mapping[str, Any] | None]
-    """The identities of all ranks' processes, by rank. Without them no process of a peer is known to have ended."""
+    processes: Mapping[int, Mapping[str, Any] | None]
+    """The identities of the processes on this machine, by rank. Without one no process is known to have ended."""
     operations: dict[bytes, Operation]
     """The pending operations, by key."""
 

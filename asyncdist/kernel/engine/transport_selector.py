@@ -2,22 +2,21 @@
 
 The endpoint makes the one `TransportSelector` of a rank; groups, failures and heartbeats ask it.
 
-Every rank publishes an address for each of its transports. Some transports, such as shared memory, then probe which peers
-they reach. Every rank gets the results of all ranks, so that any two ranks select the same transport, and all members of a
-group agree on which ranks share memory.
+Every rank publishes an address for each of its transports: those of local transports, such as shared memory, for the ranks
+of its machine alone. Some transports then probe which peers they reach. Every rank gets the results of all ranks, so that
+any two ranks select the same transport, and all members of a group agree on which ranks share memory.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from time import monotonic
 from typing import Any
 
 from asyncdist.errors import TransportUnavailableError
 from asyncdist.kernel.algorithms.hierarchy import NodeLayout, layout
+from asyncdist.kernel.algorithms.sharing import Sharing
 from asyncdist.kernel.engine.drivers.core_placement import CorePlacement
 from asyncdist.kernel.engine.operation import Channel
 from asyncdist.kernel.transport.base import Link, MatchingQueue, Transport
@@ -39,9 +38,12 @@ class TransportSelector:
         self.rank = rank
         self.transports = list(transports)
         self.addresses: Sequence[Addresses] = ()
-        """The addresses of all ranks, by rank and transport."""
-        self._reached: dict[str, list[set[int]]] = {}
-        """The peers that each rank has reached, by transport and rank. A transport that does not probe has no entry."""
+        """The addresses of all ranks for ranks on other machines, by rank and transport."""
+        self._here: Mapping[int, Addresses] = {}
+        """The addresses of local transports, by rank of this machine and transport."""
+        self._offered: Set[str] = frozenset()
+        self.reached: Mapping[str, Sharing] = {}
+        """Which ranks have reached which, by transport. A transport that does not probe has no entry."""
         self._processes: dict[int, Mapping[str, Any]] = {}
         """The processes on this host that this rank sees, by rank; its own is one of them. Empty if it sees none."""
         self.placement = CorePlacement(rank, self.peer_cores)
@@ -50,45 +52,53 @@ class TransportSelector:
 
     # -- start ---------------------------------------------------------------------------------
 
-    async def probe_peers(self, addresses: Sequence[Addresses], timeout: float) -> dict[str, list[int]]:
-        """Store every rank's addresses, by rank, and probe the peers; return the ranks reached, by transport."""
-        self.addresses, reached = addresses, {}
-        for transport in self.transports:
-            peers = await transport.probe_peers([address.get(transport.name) for address in addresses], timeout)
-            if peers is not None:
-                reached[transport.name] = peers
-        return reached
-
-    def finalize(
-        self, reached: Sequence[Mapping[str, Sequence[int]]], processes: Sequence[Mapping[str, Any] | None] = ()
+    def know(
+        self,
+        addresses: Sequence[Addresses],
+        here: Mapping[int, Addresses],
+        offered: Set[str],
+        processes: Mapping[int, Mapping[str, Any] | None],
     ) -> None:
-        """Store the results of every rank's `probe_peers`, by rank. Two ranks use a transport if both reach the other.
+        """Store every rank's addresses; see `Endpoint.know`."""
+        self.addresses, self._offered = addresses, offered
+        local = any(transport.is_local for transport in self.transports)
+        self._here = {rank: each for rank, each in here.items() if each or local}
+        own = processes.get(self.rank)
+        self._processes = {rank: each for rank, each in processes.items() if each is not None and is_visible(each, own)}
 
-        The results of transports that this rank does not have are included, so that all ranks select alike. ``processes``
-        are the identities of all ranks' processes, by rank.
-        """
-        for rank, process in enumerate(processes):
-            if process is not None and is_visible(process, processes[self.rank]):
-                self._processes[rank] = process
-        for name in dict.fromkeys(name for one in reached for name in one):
-            self._reached[name] = [set(one.get(name, ())) for one in reached]
+    async def probe_peers(self, timeout: float) -> dict[str, list[int]]:
+        """Probe the peers of this machine; return the ranks reached, by transport."""
+        reached = {}
+        for transport in self.transports:
+            if transport.is_local:
+                addresses = {rank: each.get(transport.name) for rank, each in self._here.items()}
+                peers = await transport.probe_peers(addresses, timeout)
+                if peers is not None:
+                    reached[transport.name] = peers
+        return reached
 
     # -- for one peer, or for all --------------------------------------------------------------
 
     def _transport_to(self, peer: int) -> Transport | None:
         """Return the preferred transport of those that reach a peer; None if none does."""
         for transport in self.transports:
-            address = self.addresses[peer].get(transport.name)
+            address = self._address(transport, peer)
             if address is None or not transport.reaches(address):
                 continue
             if self._both_reach(transport.name, self.rank, peer):
                 return transport
         return None
 
+    def _address(self, transport: Transport, peer: int) -> Mapping[str, Any] | None:
+        return (self._here.get(peer, {}) if transport.is_local else self.addresses[peer]).get(transport.name)
+
     def _used(self) -> set[Transport]:
-        """Return the transports to all peers."""
-        selected = (self._transport_to(peer) for peer in range(len(self.addresses)) if peer != self.rank)
-        return {transport for transport in selected if transport is not None}
+        """Return the transports to all peers, and those with which ranks of other machines may send to this one."""
+        near = [self._transport_to(peer) for peer in self._here if peer != self.rank]
+        used = {transport for transport in near if transport is not None}
+        if sum(transport is not None and transport.is_local for transport in near) < len(self.addresses) - 1:
+            used.update(each for each in self.transports if not each.is_local and each.name in self._offered)
+        return used
 
     def end_unused(self) -> None:
         """Let the transports end to listen over which no peer sends to this rank."""
@@ -97,9 +107,12 @@ class TransportSelector:
 
     def link(self, peer: int) -> Link:
         """Return a new link to a peer; raise TransportUnavailableError if no transport reaches it."""
-        transport, published = self._transport_to(peer), self.addresses[peer]
+        transport = self._transport_to(peer)
         if transport is not None:
-            return transport.link(peer, published[transport.name])
+            address = self._address(transport, peer)
+            assert address is not None
+            return transport.link(peer, address)
+        published = {**self._here.get(peer, {}), **self.addresses[peer]}
         own = [transport.name for transport in self.transports]
         common = [name for name in own if name in published]
         if common:
@@ -119,29 +132,24 @@ class TransportSelector:
         that all members may pass the names to `init_process_group`.
         """
         own = {self._transport_to(peer) for peer in members if peer != self.rank}
-        connecting = {
-            name
-            for name, reached in self._reached.items()
-            if any(
-                self._both_reach(name, rank, peer) for rank in members for peer in reached[rank].intersection(members)
-            )
-        }
+        connecting = {name for name, sharing in self.reached.items() if sharing.connects_any(members)}
         return [each.name for each in self.transports if each in own or each.name in connecting]
 
     def on_host_of(self, peer: int) -> set[int]:
         """Return the ranks that share memory with a peer."""
         return {
             other
-            for name, reached in self._reached.items()
-            for other in reached[peer]
-            if self._both_reach(name, peer, other)
+            for sharing in self.reached.values()
+            for each in sharing.reached(peer)
+            for other in each
+            if other != peer and sharing.connects(peer, other)
         }
 
     @property
     def local_size(self) -> int:
         """The number of ranks on this host: those that share memory, or whose processes this rank sees, or all ranks."""
-        reached = [self._reached[each.name][self.rank] for each in self.transports if each.name in self._reached]
-        return max((len(peers) + 1 for peers in reached), default=len(self._processes) or len(self.addresses))
+        reached = [self.reached[each.name].reached(self.rank) for each in self.transports if each.name in self.reached]
+        return max((sum(map(len, peers)) for peers in reached), default=len(self._processes) or len(self.addresses))
 
     def peer_cores(self, core: int) -> Iterable[tuple[int, int, bool]]:
         """Publish the core of the calling thread, which waits; return the cores of its peers: see `Transport.peer_cores`.
@@ -189,8 +197,8 @@ class TransportSelector:
 
     def _both_reach(self, name: str, rank: int, peer: int) -> bool:
         """Return whether two ranks have reached each other by a transport, or the transport does not probe."""
-        reached = self._reached.get(name)
-        return reached is None or (peer in reached[rank] and rank in reached[peer])
+        sharing = self.reached.get(name)
+        return sharing is None or sharing.connects(rank, peer)
 
     def _transport_named(self, name: str) -> Transport:
         return next(transport for transport in self.transports if transport.name == name)
@@ -199,9 +207,8 @@ class TransportSelector:
 
     def native(self, channel: Channel) -> Native | None:
         """Return a group's native collectives if one transport that probes connects all members, None otherwise."""
-        pairs = list(itertools.combinations(channel.members, 2))
-        for name in self._reached:
-            if all(self._both_reach(name, *pair) for pair in pairs):
+        for name, sharing in self.reached.items():
+            if sharing.connects_all(channel.members):
                 waits = range(len(channel.members))
                 return self._transport_named(name).native(channel.number, channel.members, waits)
         return None
@@ -212,8 +219,8 @@ class TransportSelector:
         Return None if the group has no hierarchy. The collectives are None if this rank is alone on its node.
         """
         members = channel.members
-        for name in self._reached:
-            nodes = layout(members, self.rank, functools.partial(self._both_reach, name))
+        for name, sharing in self.reached.items():
+            nodes = layout(members, self.rank, sharing.connects)
             if nodes is not None:
                 node = tuple(members[rank] for rank in nodes.members)
                 if len(node) == 1:

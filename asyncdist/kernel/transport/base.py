@@ -128,6 +128,8 @@ class Transport(ABC):
     """The order of automatic selection, highest first."""
     same_thread: ClassVar[bool] = False
     """Whether the thread that waits for a peer may also drive that peer, as with ranks in one process."""
+    is_local: ClassVar[bool] = False
+    """Whether it reaches only ranks of this machine. Its address is known to those alone."""
     beats: ClassVar[bool] = False
     """Whether the transport carries heartbeats: implements `beat`, and perhaps `pulse`."""
 
@@ -150,11 +152,13 @@ class Transport(ABC):
     def reaches(self, address: Address) -> bool:
         """Return whether a peer that published ``address`` can be reached from here by this transport."""
 
-    async def probe_peers(self, addresses: Sequence[Address | None], timeout: float) -> list[int] | None:
+    async def probe_peers(self, addresses: Mapping[int, Address | None], timeout: float) -> list[int] | None:
         """Probe which ranks this rank reaches. An unreachable peer is not an error: another transport reaches it.
 
+        It is called for local transports.
+
         Args:
-            addresses: The address of each rank; None for a rank that does not use this transport.
+            addresses: The address of each rank of this machine; None for a rank that does not use this transport.
             timeout: Limit in seconds.
 
         Returns:

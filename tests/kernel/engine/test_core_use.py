@@ -25,7 +25,7 @@ class Machine:
         monkeypatch.setattr(core_use, "monotonic", lambda: self.now)
         monkeypatch.setattr(core_use, "read_ticks", lambda pids: self.reading)
         monkeypatch.setattr(core_use, "pids_of_machine", lambda identities, rank: self.pids)
-        self.use = CoreUse(SimpleNamespace(processes=[None], rank=0))
+        self.use = CoreUse(SimpleNamespace(processes={0: None}, rank=0))
         self.use.others_compete()
 
     def passes(self, *, ranks=0, others=0, seconds=1.0, cores=CORES, pids=PIDS):
@@ -111,8 +111,8 @@ def identity(host, pid, pids="pid:[1]"):
 
 def test_ranks_on_one_machine_are_known_whatever_the_names_of_their_hosts():
     here, named, elsewhere = identity("boot1 ", 1), identity("boot1 b", 2), identity("boot2 ", 3)
-    assert pids_of_machine([here, named, elsewhere], 0) == [1, 2]
-    assert pids_of_machine([here, named, elsewhere], 2) == [3]
+    assert pids_of_machine(dict(enumerate([here, named, elsewhere])), 0) == [1, 2]
+    assert pids_of_machine(dict(enumerate([here, named, elsewhere])), 2) == [3]
     # In another container, or on a system without identities.
-    assert pids_of_machine([here, identity("boot1 ", 4, "pid:[2]")], 0) is None
-    assert pids_of_machine([here, None], 0) is None
+    assert pids_of_machine({0: here, 1: identity("boot1 ", 4, "pid:[2]")}, 0) is None
+    assert pids_of_machine({0: here, 1: None}, 0) is None

@@ -57,6 +57,7 @@ class ShmTransport(Transport):
 
     name: ClassVar[str] = "shm"
     preference: ClassVar[int] = 50
+    is_local: ClassVar[bool] = True
     beats: ClassVar[bool] = True
 
     def __init__(self, host: Host) -> None:
@@ -102,13 +103,13 @@ class ShmTransport(Transport):
         # `probe_peers` decides.
         return True
 
-    async def probe_peers(self, addresses: Sequence[Address | None], timeout: float) -> list[int]:
+    async def probe_peers(self, addresses: Mapping[int, Address | None], timeout: float) -> list[int]:
         listener, own = self._listener, addresses[self.host.rank]
         assert listener is not None
         assert own is not None
         local: dict[int, Address] = {}
         refused: dict[int, str] = {}
-        for peer, address in enumerate(addresses):
+        for peer, address in addresses.items():
             if address is None:
                 refused[peer] = "it offers none"
             elif peer != self.host.rank and address["host"] == own["host"]:

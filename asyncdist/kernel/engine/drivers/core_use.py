@@ -52,7 +52,7 @@ class CoreUse:
 
     def _look(self) -> None:
         host = self._host
-        pids = pids_of_machine(host.processes, host.rank) if host.processes else [os.getpid()]
+        pids = pids_of_machine(host.processes, host.rank) if host.rank in host.processes else [os.getpid()]
         before, self._before = self._before, None if pids is None else read_ticks(pids)
         after = self._before
         if before is None or after is None or (before.cores, before.pids) != (after.cores, after.pids):

@@ -1,0 +1,213 @@
+"""What the ranks of a world tell each other at the start, combined along the tree of `RendezvousSession.combine`.
+
+Each rank offers its `Introduction`. The first rank of each block of ranks makes a *page* of the addresses of the block, and
+notes for each machine what only the ranks of that machine need. So a rank reads the pages and the notes of its machine;
+version and settings are compared by their digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from asyncdist.base.release import VERSION
+from asyncdist.config import Config, shared_settings
+from asyncdist.errors import RendezvousError
+from asyncdist.kernel.algorithms.sharing import Sharing
+from asyncdist.kernel.engine.endpoint import Endpoint
+from asyncdist.net.network import machine_name
+from asyncdist.net.process_identity import process_identity
+from asyncdist.rendezvous import BLOCK, RendezvousSession
+
+_MOST_DIFFERENT = 8
+"""The number of digests of settings, and of hosts, that a summary names."""
+
+
+class Pages:
+    """What each rank has published for all: its addresses by transport, its status port, and its host."""
+
+    def __init__(self, size: int, pages: Sequence[bytes]) -> None:
+        self._size, self._pages = size, pages
+        self._page: tuple[int, list[bytes]] = (-1, [])
+        """The page that was read last. Any thread may replace it."""
+
+    def column(self, number: int) -> Column:
+        """Return a value of each rank, by rank: 0 for the addresses, 1 for the status port, 2 for the host."""
+        return Column(self, number)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def entry(self, rank: int) -> list[Any]:
+        """Return all values of a rank."""
+        number, entries = self._page
+        if number != rank // BLOCK:
+            number, entries = self._page = rank // BLOCK, _unpacked(self._pages[rank // BLOCK])
+        return list(msgpack.unpackb(entries[rank % BLOCK]))
+
+
+class Column(Sequence[Any]):
+    """One value of each rank in `Pages`."""
+
+    def __init__(self, pages: Pages, number: int) -> None:
+        self._pages, self._number = pages, number
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __getitem__(self, rank: Any) -> Any:
+        if not 0 <= rank < len(self._pages):
+            raise IndexError(rank)
+        return self._pages.entry(rank)[self._number]
+
+
+@dataclass(frozen=True, slots=True)
+class Introductions:
+    """What a rank knows of the others.
+
+    Attributes:
+        pages: What all ranks have published.
+        machine: What the ranks of this machine have published for each other, by rank: their process, and their addresses
+            by transport.
+        offered: The names of the transports that reach other machines.
+        profile: The values of the first rank that has read a profile.
+        hosts: Some of the hosts: more than one if the ranks are on several.
+    """
+
+    pages: Pages
+    machine: Mapping[int, tuple[Mapping[str, Any] | None, Mapping[str, Any]]]
+    offered: frozenset[str]
+    profile: Any
+    hosts: Sequence[str]
+
+
+async def introduce(
+    meeting: RendezvousSession, endpoint: Endpoint, config: Config, *, status: Any, profile: Any
+) -> Introductions:
+    """Introduce this rank to the others, with the address of its status port and the profile that it has read.
+
+    Raises RendezvousError, also if version or settings of another rank differ: schedules would not match.
+    """
+    rank, machine = meeting.rank, machine_name()
+    everywhere, here = endpoint.listen(meeting.listen_host)
+    process, agreed = process_identity(config.host), compared(config)
+    host = f"rank {rank}" if process is None else process["host"]
+    digest = hashlib.blake2b(msgpack.packb(agreed), digest_size=8).digest()
+    own = {
+        "entry": [everywhere, status, host], "machine": machine, "here": [process, here], "digest": digest,
+        "profile": profile, **agreed,
+    }  # fmt: skip
+    found = msgpack.unpackb(
+        await meeting.combine(msgpack.packb(own), _Summary(meeting), more=True), strict_map_key=False
+    )
+    others = [first for other, first in found["digests"] if other != digest]
+    if others:
+        raise _difference(msgpack.unpackb(await meeting.offered(others[0])), own, others[0], rank)
+    notes = msgpack.Unpacker()
+    notes.feed(await meeting.noted(machine))
+    neighbours = {peer: (_shared(process), here) for note in notes for peer, (process, here) in _unpacked(note)}
+    pages = Pages(meeting.world_size, found["pages"])
+    return Introductions(pages, neighbours, frozenset(found["offered"]), found["profile"], found["hosts"])
+
+
+async def share_reached(
+    meeting: RendezvousSession, reached: Mapping[str, Iterable[int]], *, more: bool
+) -> dict[str, Sharing]:
+    """Tell the others which ranks this one has reached, by transport; return what all have reached."""
+    own = {name: Sharing.of(meeting.rank, peers).packed() for name, peers in reached.items()}
+    found = msgpack.unpackb(await meeting.combine(msgpack.packb(own), _Reached(), more=more))
+    return {name: Sharing.unpacked(data) for name, data in found.items()}
+
+
+class _Summary:
+    """Combines introductions."""
+
+    def __init__(self, meeting: RendezvousSession) -> None:
+        self._meeting = meeting
+
+    async def merge(self, parts: Sequence[bytes], level: int) -> bytes:
+        unpacked = map(msgpack.unpackb, parts)
+        return bytes(msgpack.packb(_joined(unpacked if level else [await self._of_block(list(unpacked))])))
+
+    async def _of_block(self, block: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        notes: dict[str, list[Any]] = {}
+        for rank, each in enumerate(block, self._meeting.rank):
+            notes.setdefault(each["machine"], []).append([rank, each["here"]])
+        await self._meeting.note({machine: msgpack.packb(_packed(ranks)) for machine, ranks in notes.items()})
+        return {
+            "pages": [_packed([msgpack.packb(each["entry"]) for each in block])],
+            "digests": [[each["digest"], rank] for rank, each in enumerate(block, self._meeting.rank)],
+            "offered": [name for each in block for name in each["entry"][0]],
+            "hosts": [each["entry"][2] for each in block],
+            "profile": next((each["profile"] for each in block if each["profile"] is not None), None),
+        }
+
+
+class _Reached:
+    """Combines which ranks have reached which, by transport."""
+
+    async def merge(self, parts: Sequence[bytes], level: int) -> bytes:
+        unpacked = [msgpack.unpackb(part) for part in parts]
+        names = dict.fromkeys(name for part in unpacked for name in part)
+        return bytes(msgpack.packb({name: self._joined(unpacked, name).packed() for name in names}))
+
+    @staticmethod
+    def _joined(parts: Iterable[Mapping[str, Any]], name: str) -> Sharing:
+        return Sharing.joined(Sharing.unpacked(part[name]) for part in parts if name in part)
+
+
+def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {"pages": [], "digests": {}, "offered": {}, "hosts": {}, "profile": None}
+    for part in parts:
+        found["pages"] += part["pages"]
+        for digest, rank in part["digests"]:
+            found["digests"].setdefault(digest, rank)
+        found["offered"].update(dict.fromkeys(part["offered"]))
+        found["hosts"].update(dict.fromkeys(part["hosts"]))
+        if found["profile"] is None:
+            found["profile"] = part["profile"]
+    return {
+        **found,
+        "digests": list(found["digests"].items())[:_MOST_DIFFERENT],
+        "offered": list(found["offered"]),
+        "hosts": list(found["hosts"])[:_MOST_DIFFERENT],
+    }
+
+
+def compared(config: Config) -> dict[str, Any]:
+    """Return what must be equal on every rank."""
+    return {"version": VERSION, "settings": shared_settings(config)}
+
+
+def _shared(process: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the identity of a process, with one copy of the texts that all processes of a machine have."""
+    if process is not None:
+        process.update(host=sys.intern(process["host"]), pids=sys.intern(process["pids"]))
+    return process
+
+
+def _difference(other: Mapping[str, Any], own: Mapping[str, Any], peer: int, rank: int) -> RendezvousError:
+    if other["version"] != own["version"]:
+        return RendezvousError(
+            f"rank {peer} runs asyncdist {other['version']}, but rank {rank} asyncdist {own['version']}; "
+            "install the same version for every rank"
+        )
+    variable = next(name for name, value in other["settings"].items() if value != own["settings"][name])
+    return RendezvousError(
+        f"rank {peer} runs with {variable}={other['settings'][variable]!r}, but rank {rank} with "
+        f"{own['settings'][variable]!r}; start every rank with the same ASYNCDIST_ settings"
+    )
+
+
+def _packed(data: Any) -> bytes:
+    return zlib.compress(msgpack.packb(data))
+
+
+def _unpacked(data: bytes) -> Any:
+    return msgpack.unpackb(zlib.decompress(data))

@@ -1,0 +1,46 @@
+"""What the ranks of a world of several blocks tell each other at the start."""
+
+import asyncio
+
+import pytest
+import torch
+
+from asyncdist.config import Config
+from asyncdist.errors import RendezvousError
+from asyncdist.groups.world import open_world
+from asyncdist.rendezvous import BLOCK
+from asyncdist.store import HashStore
+from asyncdist.testing.cluster import world_of
+
+SIZE = BLOCK + 3
+"""The ranks of two blocks."""
+
+
+@pytest.mark.parametrize("transport", ["inproc", "tcp"])
+async def test_ranks_of_several_blocks_reach_each_other(transport):
+    async with world_of(SIZE, transport=transport) as groups:
+        tensors = [torch.tensor([float(rank)]) for rank in range(SIZE)]
+        await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
+        assert {float(tensor) for tensor in tensors} == {SIZE * (SIZE - 1) / 2}
+        endpoints = [group.endpoint for group in groups]
+        assert len({endpoint.hosts[SIZE - 1] for endpoint in endpoints}) == 1
+        assert all(sorted(endpoint.processes) == list(range(SIZE)) for endpoint in endpoints)
+        with pytest.raises(IndexError):
+            endpoints[0].hosts[SIZE]
+
+
+async def test_ranks_of_another_block_with_other_settings_are_named():
+    store, home = HashStore(), asyncio.get_running_loop()
+    settings = [
+        Config(segment_nbytes=1 << 20 if rank == SIZE - 1 else 2 << 20, calibrate=False) for rank in range(SIZE)
+    ]
+    opening = (
+        open_world(backend="inproc", store=store, rank=rank, world_size=SIZE, timeout=20.0, home=home, config=each)
+        for rank, each in enumerate(settings)
+    )
+    outcomes = await asyncio.gather(*opening, return_exceptions=True)
+    assert {type(each) for each in outcomes} == {RendezvousError}
+    assert f"rank {SIZE - 1} runs with" in str(outcomes[0])
+    assert str(1 << 20) in str(outcomes[0])
+    assert str(2 << 20) in str(outcomes[0])
+    assert str(outcomes[-1]).startswith("rank 0 runs with")
