@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One would guess: a task of another loop that awaits a future is refused with "attached to a different loop", and that is all: the loop
 # that owns the future awaits it as before.
-# CPython 3.11 to 3.14, asyncio and uvloop 0.23.0: the refused await leaves its mark on the future. From then until it is done, its own
+# CPython 3.11 to 3.14 (uvloop 0.23.0 to 3.13): the refused await leaves its mark on the future. From then until it is done, its own
 # loop cannot await it either ("await wasn't used with future"): one mistake of one thread breaks the tasks of the other.
 set -euo pipefail
 work=$(mktemp -d)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # One would guess: a timeout around sock_recv either gives the data or leaves them in the socket, where the next sock_recv finds them; so does
 # one around sock_accept with a connection.
-# CPython 3.11 to 3.14, uvloop 0.23.0: if the loop was busy until both the data and the timer were due, the loop reads first and cancels then.
+# CPython 3.11, 3.13, 3.14, and uvloop 0.23.0 on 3.11: if the loop was busy until both the data and the timer were due, the loop reads first and cancels then.
 # The task gets TimeoutError, and the data are lost. The connection is lost, too, and its client sees the end. StreamReader keeps its data.
-# wait_for does the same since 3.12; that of 3.11 gives the data.
+# wait_for does the same in 3.13 and 3.14; that of 3.11 gives the data.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
