@@ -8,14 +8,16 @@ it is made and compare their calls, so a mismatch is told then.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 
+from asyncdist.base.deadline import Timeout
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import UnsupportedError, UsageError
-from asyncdist.kernel.collectives.call_plan import CallPlan, Prepare, Result, converted
+from asyncdist.kernel.collectives.call_plan import CallPlan, Prepare, Result, cache_key, converted
 from asyncdist.kernel.collectives.collective_ops import CallOptions, CollectiveOps
 from asyncdist.kernel.collectives.data_movement import meeting
 from asyncdist.kernel.engine.work import Work, joined
@@ -26,7 +28,7 @@ from asyncdist.kernel.torch_private import count_dispatch_modes, forward_ad_leve
 T = TypeVar("T")
 P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., Any])
-_address_of = torch.Tensor.data_ptr
+_address_of, _nbytes_of = torch.Tensor.data_ptr, torch.UntypedStorage.nbytes
 
 
 @excluded_from_compile
@@ -54,45 +56,62 @@ class PersistentCollective(ProcessBound, Generic[T]):
     ) -> None:
         self.op = op
         self._owner, self._plan, self._writes = owner, plan, writes
-        self._is_contiguous = values is tensors
-        self._value: Any = tensors[0] if tensors else None
-        self._result: Result = (self._value, (), writes)
-        # The caller may change its lists.
+        # The caller may change its lists, and the shapes of its tensors.
         self._tensors: Sequence[Any] | None = [list(each) if isinstance(each, list) else each for each in tensors]
-        self._read = _listed(self._tensors) if self._is_contiguous else []
-        self._addresses = [tensor.data_ptr() for tensor in self._read]
+        self._value: Any = self._tensors[0] if tensors else None
+        self._result: Result = (self._value, (), writes)
+        self._is_contiguous = values is tensors
+        self._aliases = _each(torch.Tensor.detach, self._tensors) if self._is_contiguous else ()
+        self._forms = None if self._is_contiguous else cache_key((), values, contiguous=True)
+        self._given = _listed(self._tensors) if self._is_contiguous else []
+        self._storages = [tensor.untyped_storage() for tensor in self._given]
+        self._addresses, self._nbytes = list(map(_address_of, self._given)), list(map(_nbytes_of, self._storages))
         self._pending: Work[T] | None = None
 
     def __repr__(self) -> str:
         return f"<PersistentCollective {self.op} of group {self._owner.name!r}>"
 
-    def start(self, **options: Unpack[CallOptions]) -> Work[T]:
+    def start(self, *, timeout: Timeout = None) -> Work[T]:
         """Start the collective, and return its work, whose value is that of the collective.
+
+        Args:
+            timeout: Limit in seconds or as a timedelta; None takes the group's.
 
         Raises:
             UsageError: The call before has not completed, `free` was called, or a tensor has other memory than before.
             NotInitializedError: The group was destroyed, or its members have regrouped.
         """
-        return self._begin(options)
+        return self._begin({"timeout": timeout})
+
+    def run(self, *, timeout: Timeout = None) -> T:
+        """Start the collective, block until it is complete, and return its value. Raises what `start` and its work do."""
+        work = self._begin({"background": False, "timeout": timeout})
+        return self._value if work.is_success() else work.result()
 
     def _begin(self, options: CallOptions) -> Work[T]:
         # Asked here too, because `leave_user_modes` would cost each call a Python frame.
         uses_modes = count_dispatch_modes() or innermost_transform() is not None or forward_ad_level() >= 0
         left = leave_user_modes() if uses_modes else None
         try:
-            tensors, result = self._tensors, self._result
-            if tensors is None:
+            if self._tensors is None:
                 raise UsageError("this persistent collective was freed: prepare another one")
             if self._pending is not None and not self._pending.is_completed():
                 raise UsageError("the call before has not completed: wait for its work before you start another")
+            values, result = self._aliases, self._result
             if not self._is_contiguous:
-                tensors, outputs = converted(tensors, self._owner._device, writes=self._writes)
+                values, outputs = converted(self._tensors, self._owner._device, writes=self._writes)
                 result = (self._value, outputs, self._writes)
-            elif list(map(_address_of, self._read)) != self._addresses:
+            # A storage may become smaller where it is.
+            if (
+                cache_key((), values, contiguous=True) != self._forms
+                if self._forms is not None
+                else list(map(_address_of, self._given)) != self._addresses
+                or list(map(_nbytes_of, self._storages)) != self._nbytes
+            ):
                 raise UsageError(
-                    f"a tensor has other memory than when it was prepared: call {self.op}_init again on all ranks"
+                    "a tensor has another memory or shape than when the call was prepared: prepare it again on all ranks"
                 )
-            work = self._pending = self._owner._run(self.op, self._plan, tensors, result, options)
+            work = self._pending = self._owner._run(self.op, self._plan, values, result, options)
         except UsageError as error:
             self._owner._refused(self.op, error)
             raise
@@ -101,24 +120,26 @@ class PersistentCollective(ProcessBound, Generic[T]):
                 left.close()
         return work
 
-    def run(self, **options: Unpack[CallOptions]) -> T:
-        """Start the collective, block until it is complete, and return its value. Raises what `start` and its work do."""
-        options["background"] = False
-        work = self._begin(options)
-        return self._value if work.is_success() else work.result()
-
     def free(self) -> None:
         """Let go of the tensors. A call that has started goes on. Idempotent; does not communicate."""
-        self._tensors, self._read = None, []
+        self._tensors = self._value = self._pending = None
+        self._aliases, self._given, self._storages = (), [], []
+        self._result = (None, (), False)
 
 
-def start_all(calls: Sequence[PersistentCollective[Any]], **options: Unpack[CallOptions]) -> Work[list[Any]]:
+def start_all(calls: Sequence[PersistentCollective[Any]], *, timeout: Timeout = None) -> Work[list[Any]]:
     """Start several persistent collectives in turn; return one work, whose value is the list of their values.
 
     Raises:
         UsageError: One of them cannot start; see `PersistentCollective.start`. Those before it have started.
     """
-    return joined([call.start(**options) for call in calls])
+    return joined([call.start(timeout=timeout) for call in calls])
+
+
+def _each(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    if isinstance(values, (list, tuple)):
+        return [_each(function, each) for each in values]
+    return None if values is None else function(values)
 
 
 def _listed(values: Any) -> list[torch.Tensor]:
@@ -133,10 +154,11 @@ class Preparing(CollectiveOps):
     Args:
         group: The group whose members meet.
         owner: What runs the calls: the group, or its operations on a device.
+        blocks: Whether the calling thread waits until the members have met.
     """
 
-    def __init__(self, group: CollectiveOps, owner: CollectiveOps | None = None) -> None:
-        self._group, self._owner = group, group if owner is None else owner
+    def __init__(self, group: CollectiveOps, owner: CollectiveOps | None = None, *, blocks: bool = False) -> None:
+        self._group, self._owner, self._blocks = group, group if owner is None else owner, blocks
         self._given: Sequence[Any] = ()
         for name in (
             "_device",
@@ -153,7 +175,7 @@ class Preparing(CollectiveOps):
 
     def _group_for(self, value: Any) -> CollectiveOps:
         owner = self._owner._group_for(value)
-        return self if owner is self._owner else Preparing(self._group, owner)
+        return self if owner is self._owner else Preparing(self._group, owner, blocks=self._blocks)
 
     def _call(
         self,
@@ -172,6 +194,8 @@ class Preparing(CollectiveOps):
         _, _, writes = result
         call: PersistentCollective[Any] = PersistentCollective(self._owner, name, plan, self._given, tensors, writes)
         group = self._group
+        if self._blocks:
+            options["background"] = False
         return group._run(f"{name}_init", meeting(group.context, plan.fingerprint), (), (call, (), False), options)
 
     def _send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Work:
@@ -189,16 +213,22 @@ def _method(
     def init(self: Any, /, *args: P.args, **options: P.kwargs) -> Work[PersistentCollective[T]]:
         return call(Preparing(self), *args, **options)  # type: ignore[return-value]
 
-    return described(init, call, "a work whose value is the `PersistentCollective`")
+    return described(init, call)
 
 
-def described(init: F, call: Any, result: str) -> F:
-    """Give a function the name and the help of the ``_init`` form of a collective."""
+def described(init: F, call: Any, *, blocks: bool = False) -> F:
+    """Give a function the name, the signature and the help of the ``_init`` form of a collective."""
     functools.update_wrapper(init, call)
+    del init.__dict__["__wrapped__"]
+    value = call.__annotations__["return"].removeprefix("Work[").removesuffix("]")
+    result = f"PersistentCollective[{value}]" if blocks else f"Work[PersistentCollective[{value}]]"
+    init.__annotations__ = {**call.__annotations__, "return": result}
+    init.__dict__["__signature__"] = inspect.signature(call).replace(return_annotation=result)
     init.__name__, init.__qualname__ = f"{call.__name__}_init", f"{call.__qualname__}_init"
     init.__doc__ = (
         f"Prepare `{call.__name__}` for many calls on the same tensors. The arguments are its own.\n\n"
-        f"Every member of the group calls this, in the same order with the other collectives. Returns {result}.\n\n"
+        f"Every member of the group calls this, in the same order with the other collectives. Returns "
+        f"{'the' if blocks else 'a work whose value is the'} `PersistentCollective`.\n\n"
         "Raises:\n    UsageError: The arguments are refused by the collective.\n"
         "    MismatchError: The ranks prepare different calls.\n"
         "    GroupError: A rank died, the timeout passed, or the group has failed."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from asyncdist.groups.default_world import resolve_group
 from asyncdist.groups.persistent import PersistentCollective, Preparing, described
@@ -18,20 +18,22 @@ def awaited(call: Callable[P, Work[T]]) -> Callable[P, Work[PersistentCollective
     """Return the ``_init`` form of a collective of the awaited API."""
 
     def init(*args: P.args, **options: P.kwargs) -> Work[PersistentCollective[T]]:
-        given = inspect.signature(call).bind(*args, **options)
-        given.arguments["group"] = Preparing(resolve_group(given.arguments.get("group")))
-        return call(*given.args, **given.kwargs)  # type: ignore[return-value]
+        return _prepared(call, args, options, blocks=False)
 
-    return described(init, call, "a work whose value is the `PersistentCollective`")
+    return described(init, call)
 
 
 def blocking(call: Callable[P, Work[T]]) -> Callable[P, PersistentCollective[T]]:
     """Return the ``_init`` form of a collective of the blocking API, given that of the awaited API."""
-    prepared = awaited(call)
 
     def init(*args: P.args, **options: P.kwargs) -> PersistentCollective[T]:
-        work = prepared(*args, **options)
-        work.wait()
-        return work.result()
+        return _prepared(call, args, options, blocks=True).result()
 
-    return described(init, call, "the `PersistentCollective`")
+    return described(init, call, blocks=True)
+
+
+def _prepared(call: Callable[..., Any], args: Any, options: Any, *, blocks: bool) -> Work[PersistentCollective[Any]]:
+    given = inspect.signature(call).bind(*args, **options)
+    given.arguments["group"] = Preparing(resolve_group(given.arguments.get("group")), blocks=blocks)
+    work: Work[PersistentCollective[Any]] = call(*given.args, **given.kwargs)
+    return work

@@ -1,7 +1,10 @@
 """Persistent collectives: every one started twice on the same memory, what refuses to start, and what is as usual."""
 
 import asyncio
+import gc
+import inspect
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import asyncdist
 import asyncdist.sync
 from asyncdist.errors import (
     GroupAbortedError,
+    LoopThreadError,
     MismatchError,
     NotInitializedError,
     OperationTimeoutError,
@@ -54,12 +58,14 @@ class Twice:
             tensors = list(tensors_in(arguments))
             before = [tensor.clone() for tensor in tensors]
             persistent = prepared(self._group, name, *arguments)
-            first = persistent.start(background=not self._blocks)
-            first.wait()
+            persistent.run()
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.copy_(value)
             self._group.barrier(background=False)
-            return persistent.start(background=not self._blocks)
+            work = persistent.start()
+            if self._blocks:
+                work.wait()
+            return work
 
         return call
 
@@ -189,6 +195,10 @@ def released(tensor, call, group):
     tensor.untyped_storage().resize_(0)
 
 
+def cut(tensor, call, group):
+    tensor.untyped_storage().resize_(4)
+
+
 def freed(tensor, call, group):
     call.free()
     call.free()
@@ -205,13 +215,14 @@ def aborted(tensor, call, group):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (moved, UsageError, "all_reduce_init again"),
-        (released, UsageError, "all_reduce_init again"),
+        (moved, UsageError, "prepare it again"),
+        (released, UsageError, "prepare it again"),
+        (cut, UsageError, "prepare it again"),
         (freed, UsageError, "was freed"),
         (destroyed, NotInitializedError, "make a new one"),
         (aborted, GroupAbortedError, "aborted"),
     ],
-    ids=["moved", "released", "freed", "destroyed", "aborted"],
+    ids=["moved", "released", "cut", "freed", "destroyed", "aborted"],
 )
 def test_call_that_cannot_start_says_why(change, error, words):
     with asyncdist.sync.process_group("inproc", store=asyncdist.HashStore(), rank=0, world_size=1) as world:
@@ -221,6 +232,71 @@ def test_call_that_cannot_start_says_why(change, error, words):
         change(tensor, call, group)
         with pytest.raises(error, match=words):
             call.run()
+
+
+def test_tensor_of_another_shape_keeps_the_memory_that_was_prepared():
+    def program(group):
+        tensor = torch.ones(4)
+        call = prepared(group, "all_reduce", tensor)
+        tensor.resize_(2, 1)
+        call.run()
+        return tensor.resize_(4).tolist()
+
+    assert run_ranks(2, program, transport="shm") == [[2, 2, 2, 2]] * 2
+
+
+def test_converted_tensor_of_another_shape_is_refused():
+    with asyncdist.sync.process_group("inproc", store=asyncdist.HashStore(), rank=0, world_size=1) as group:
+        tensor = torch.ones(4, 4).t()
+        call = prepared(group, "all_reduce", tensor[:2])
+        call.run()
+        leaf = torch.ones(2, requires_grad=True)
+        other = prepared(group, "all_gather_single", torch.zeros(2), leaf)
+        other.run()
+        leaf.data = torch.ones(3)
+        with pytest.raises(UsageError, match="prepare it again"):
+            other.run()
+
+
+def test_freed_call_lets_go_of_its_tensors():
+    with asyncdist.sync.process_group("inproc", store=asyncdist.HashStore(), rank=0, world_size=1) as group:
+        tensor = torch.ones(2)
+        kept = weakref.ref(tensor)
+        call = prepared(group, "all_reduce", tensor)
+        call.run()
+        call.start().wait()
+        call.free()
+        del tensor
+        gc.collect()
+        assert kept() is None
+
+
+def test_blocking_form_in_the_loop_of_the_world_is_refused_before_it_begins():
+    async def main():
+        async with world_of(2) as groups:
+            tensors = torch.ones(1), torch.ones(1)
+            with pytest.raises(LoopThreadError):
+                asyncdist.sync.all_reduce_init(tensors[0], group=groups[0])
+            calls = await asyncio.gather(
+                *(group.all_reduce_init(each) for group, each in zip(groups, tensors, strict=True))
+            )
+            with pytest.raises(LoopThreadError):
+                calls[0].run()
+            await asyncio.gather(*(call.start() for call in calls))
+            assert [tensor.item() for tensor in tensors] == [2, 2]
+
+    asyncio.run(main())
+
+
+def test_caller_may_change_its_lists():
+    def program(group):
+        outputs = [torch.zeros(1), torch.zeros(1)]
+        first, second = outputs
+        call = prepared(group, "all_gather", outputs, torch.tensor([group.rank() + 1.0]))
+        outputs.clear()
+        return [tensor.item() for tensor in call.run()], first.item(), second.item()
+
+    assert run_ranks(2, program, transport="shm") == [([1, 2], 1, 2)] * 2
 
 
 async def test_second_start_before_the_end_of_the_first_is_refused():
@@ -327,4 +403,6 @@ def test_help_of_both_apis(name):
         text = getattr(api, name).__doc__
         assert name.removesuffix("_init") in text
         assert "MismatchError" in text
+        results = "PersistentCollective[", "Work[PersistentCollective["
+        assert str(inspect.signature(getattr(api, name)).return_annotation).startswith(results)
     assert getattr(asyncdist.Group, name).__name__ == name
