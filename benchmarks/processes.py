@@ -106,7 +106,7 @@ class RankProcess:
 
 
 class Origin:
-    """A process from which nurseries are forked. It imports the modules ``preload`` when it is asked for the first one."""
+    """A process from which nurseries are forked. It imports the modules ``preload`` for the first one."""
 
     def __init__(self, preload: Sequence[str]) -> None:
         self._folder = tempfile.TemporaryDirectory(dir="/tmp")  # the address of a socket is short

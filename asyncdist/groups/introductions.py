@@ -1,4 +1,4 @@
-"""What the ranks of a world tell each other at the start, combined along the tree of `RendezvousSession.combine`.
+"""The introductions of the ranks of a world at the start, combined along the tree of `RendezvousSession.combine`.
 
 Each rank offers its `Introduction`. The first rank of each block of ranks makes a *page* of the addresses of the block, and
 notes for each machine what only the ranks of that machine need. So a rank reads the pages and the notes of its machine;
@@ -30,7 +30,7 @@ _MOST_DIFFERENT = 8
 
 
 class Pages:
-    """What each rank has published for all: its addresses by transport, its status port, and its host."""
+    """The published values of each rank: its addresses by transport, its status port, and its host."""
 
     def __init__(self, size: int, pages: Sequence[bytes]) -> None:
         self._size, self._pages = size, pages
@@ -72,9 +72,9 @@ class Introductions:
     """What a rank knows of the others.
 
     Attributes:
-        pages: What all ranks have published.
-        machine: What the ranks of this machine have published for each other, by rank: their process, and their addresses
-            by transport.
+        pages: The values that each rank has published for all.
+        machine: The values that the ranks of this machine have published for each other, by rank: their process, and
+            their addresses by transport.
         offered: The names of the transports that reach other machines.
         profile: The values of the first rank that has read a profile.
         hosts: Some of the hosts: more than one if the ranks are on several.

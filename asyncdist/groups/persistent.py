@@ -89,7 +89,7 @@ class PersistentCollective(ProcessBound, Generic[T]):
         return self._value if work.is_success() else work.result()
 
     def _begin(self, options: CallOptions) -> Work[T]:
-        # Asked here too, because `leave_user_modes` would cost each call a Python frame.
+        # Looked up here too, because `leave_user_modes` would cost each call a Python frame.
         uses_modes = count_dispatch_modes() or innermost_transform() is not None or forward_ad_level() >= 0
         left = leave_user_modes() if uses_modes else None
         try:
@@ -153,7 +153,7 @@ class Preparing(CollectiveOps):
 
     Args:
         group: The group whose members meet.
-        owner: What runs the calls: the group, or its operations on a device.
+        owner: The group, or its operations on a device. It runs the calls.
         blocks: Whether the calling thread waits until the members have met.
     """
 

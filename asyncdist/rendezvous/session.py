@@ -8,7 +8,7 @@ Keys of one world in rank 0's store, all under ``world/<id>/``:
     joined/<rank>      the process that claims the rank; the first claim wins
     left/<rank>        the rank does not use the store any more
     payload/<n>/<rank> the rank's payload of the n-th exchange
-    part<k>/<n>/<rank> what the first rank of BLOCK**k ranks has combined of theirs
+    part<k>/<n>/<rank> the payloads that the first rank of BLOCK**k ranks has combined
     result/<n>         what rank 0 has combined of all, or the reason why the exchange failed; the first one counts
     note/<name>        what ranks have appended for those that need it, as `RendezvousSession.note`
     kv/                the keys of `RendezvousSession.store`
@@ -243,7 +243,7 @@ class RendezvousSession:
             await self._client.set(self.keys(parts, number, self.rank), payload)
 
     async def _missing(self, number: int) -> list[int]:
-        """Return the ranks without a payload; if there are none, those that have not combined those of a block."""
+        """Return the ranks without a payload; without any, the ranks that have not combined the payloads of a block."""
         missing, step, level = await self._without("payload", number, 1), BLOCK, 1
         while not missing and step < self.world_size:
             missing = [rank for rank in await self._without(f"part{level}", number, step) if rank % (step * BLOCK)]

@@ -14,7 +14,7 @@ from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.kernel import flat_memory, tensor_of
 
 _DESCRIPTOR, _ENDPOINT = "asyncdist memory 1", "asyncdist endpoint 1"
-"""What the bytes of a descriptor and of an endpoint begin with: kind and version."""
+"""The first bytes of a descriptor and of an endpoint: kind and version."""
 
 
 def pack_endpoint(address: Sequence[Any], token: str) -> bytes:
@@ -54,7 +54,7 @@ class RemoteMemory:
 
     @classmethod
     def deserialize(cls, data: bytes) -> RemoteMemory:
-        """Return a descriptor. Raises UsageError if the bytes are none of this version."""
+        """Return a descriptor. Raises UsageError if the bytes are not of this version."""
         port, number, nbytes = _unpack(data, _DESCRIPTOR, 3, "serialize() of a descriptor of an asyncdist transport")
         if type(port) is not str or type(number) is not int or type(nbytes) is not int or number < 0 or nbytes < 0:
             raise UsageError("a descriptor whose fields are damaged: pass on what serialize() has returned, unchanged")

@@ -36,7 +36,7 @@ _mappings: weakref.WeakValueDictionary[tuple[int, int], ArenaMapping] = weakref.
 
 @dataclass(eq=False, slots=True)
 class Grant:
-    """What the owner of registered memory has said about it.
+    """The answer of the owner of registered memory about it.
 
     ``address`` is where this process has mapped it; 0 if it passes in messages. ``mapping`` keeps the address valid.
     """
@@ -75,7 +75,7 @@ class MemoryPort:
         self._memories = memories
         self._channel: PeerChannel | None = None
         self.grants: dict[int, Grant] = {}
-        """What the peer has granted, by the number of the memory."""
+        """The grants of the peer, by the number of the memory."""
         self._numbers = itertools.count(1)
         self._requests: dict[int, _MemoryRequest] = {}
         self._slots = asyncio.Semaphore(_MOST_OPEN)

@@ -293,8 +293,8 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
             0, or with ``async_op`` a work, which ``timeout`` does not limit.
 
         Raises:
-            UsageError: The view or the descriptor is none of this transport and its peer, they do not fit, or the peer has
-                unregistered the memory.
+            UsageError: The view or the descriptor does not belong to this transport and its peer, they do not fit, or the
+                peer has unregistered the memory.
             PeerLostError: The peer has died, has closed its transport, or has not been heard for ASYNCDIST_HEARTBEAT.
             OperationTimeoutError: The timeout passed. The transfer has ended.
         """
@@ -312,14 +312,14 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
     async def read_async(
         self, local_buffer: MutableLocalView, remote_buffer: RemoteMemory, *, timeout: Timeout = None
     ) -> None:
-        """Read as `read` does; other tasks run meanwhile. If the caller is cancelled, the transfer ends."""
+        """Read as `read` does; other tasks can run during it. If the caller is cancelled, the transfer ends."""
         deadline = self._limit(timeout)
         await self._transfer(self._begin(local_buffer, remote_buffer, False), deadline)
 
     async def write_async(
         self, local_buffer: LocalView, remote_buffer: RemoteMemory, *, timeout: Timeout = None
     ) -> None:
-        """Write as `write` does; other tasks run meanwhile. If the caller is cancelled, the transfer ends."""
+        """Write as `write` does; other tasks can run during it. If the caller is cancelled, the transfer ends."""
         deadline = self._limit(timeout)
         await self._transfer(self._begin(local_buffer, remote_buffer, True), deadline)
 
@@ -461,7 +461,7 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
             background_loop().run(self._release(self._port))
 
     async def close_async(self, *, timeout: Timeout = None) -> None:
-        """Close as `close` does; other tasks run meanwhile."""
+        """Close as `close` does; other tasks can run during it."""
         deadline = self._limit(timeout)
         if self._pid != os.getpid():
             return
