@@ -12,13 +12,13 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Unpack
 
 from asyncdist.base.call_site import call_site
 from asyncdist.base.deadline import Timeout
 from asyncdist.groups.group import Group
-from asyncdist.kernel.collectives.call_plan import Prepare
+from asyncdist.kernel.collectives.call_plan import CallPlan, Prepare, Result
 from asyncdist.kernel.collectives.collective_ops import CallOptions
 from asyncdist.kernel.engine.operation import PlanOf
 from asyncdist.kernel.engine.work import Work
@@ -115,6 +115,10 @@ class DebugGroup(Group):
     ) -> Work:
         work = super()._call(name, prepare, tensors, options, arguments, writes=writes)
         return self._tracked(work, name, options)
+
+    def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
+        # A persistent collective comes here without `_call`.
+        return self._tracked(super()._run(name, plan, tensors, result, options), name, options)
 
     def _run_plan(
         self, name: str, make: PlanOf, arguments: tuple[Any, ...], options: CallOptions, tag: int | None = None

@@ -160,35 +160,19 @@ class Preparing(CollectiveOps):
     def __init__(self, group: CollectiveOps, owner: CollectiveOps | None = None, *, blocks: bool = False) -> None:
         self._group, self._owner, self._blocks = group, group if owner is None else owner, blocks
         self._given: Sequence[Any] = ()
-        for name in (
-            "_device",
-            "_device_if_not_host",
-            "_plans",
-            "_rank",
-            "context",
-            "member_ids",
-            "name",
-            "ranks",
-            "timeout",
-        ):
-            setattr(self, name, getattr(self._owner, name))
+        # Not a call of the constructor: the plans are those of the owner.
+        self.name, self.ranks, self.member_ids = group.name, group.ranks, group.member_ids
+        self.timeout, self.context, self._rank = group.timeout, self._owner.context, group.rank()
+        self._device, self._device_if_not_host = self._owner._device, self._owner._device_if_not_host
+        self._plans = self._owner._plans
 
     def _group_for(self, value: Any) -> CollectiveOps:
         owner = self._owner._group_for(value)
         return self if owner is self._owner else Preparing(self._group, owner, blocks=self._blocks)
 
-    def _call(
-        self,
-        name: str,
-        prepare: Prepare,
-        tensors: tuple[Any, ...],
-        options: CallOptions,
-        arguments: tuple[Any, ...] = (),
-        *,
-        writes: bool = True,
-    ) -> Work:
+    def _call(self, name: str, prepare: Prepare, tensors: tuple[Any, ...], *rest: Any, **how: Any) -> Work:
         self._given = tensors
-        return super()._call(name, prepare, tensors, options, arguments, writes=writes)
+        return super()._call(name, prepare, tensors, *rest, **how)
 
     def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
         _, _, writes = result

@@ -48,6 +48,18 @@ async def test_dropped_work_is_reported_with_the_line_of_the_call(drop, debug):
         assert "on group 'world', rank 0, was dropped, and nothing waited for it" in str(report.message)
 
 
+async def test_dropped_work_of_a_persistent_collective_is_reported(debug):
+    async with asyncdist.process_group(store=asyncdist.HashStore(), **ALONE) as group:
+        call = await group.all_reduce_init(torch.ones(2))
+
+        def drop():
+            call.start()
+            call.free()
+
+        (report,) = reports_of(drop)
+        assert (report.filename, report.lineno) == (__file__, inspect.getsourcelines(drop)[1] + 1)
+
+
 async def test_every_way_of_waiting_counts_as_use(debug):
     async with asyncdist.process_group(store=asyncdist.HashStore(), **ALONE) as group:
 
