@@ -21,10 +21,12 @@ import warnings
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import uvloop
+
 from asyncdist.base import lifecycle
 from asyncdist.base.call_site import refuse_await
 from asyncdist.base.deadline import LONGEST_SLEEP, Deadline
-from asyncdist.base.descriptors import naming_exhaustion
+from asyncdist.base.descriptors import ClosingOnError, naming_exhaustion
 from asyncdist.base.interrupts import shorten_interrupts
 from asyncdist.errors import LoopThreadError, UsageError
 
@@ -40,11 +42,7 @@ _RUNTIME = "asyncdist-runtime"
 LOOP_PATIENCE = 10.0
 """Seconds for which a thread waits for a loop of another thread that runs no callback."""
 
-new_loop: Callable[[], asyncio.AbstractEventLoop]
-try:
-    from uvloop import new_event_loop as new_loop
-except ImportError:  # Windows, or an interpreter that uvloop does not support yet
-    from asyncio import new_event_loop as new_loop
+new_loop: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
 
 
 class BackgroundLoop:
@@ -111,11 +109,8 @@ class BackgroundLoop:
             coroutine.close()
             raise LoopThreadError("a blocking call")
         if asyncio._get_running_loop() is not None:
-            try:
+            with ClosingOnError(coroutine):
                 refuse_await()
-            except UsageError:
-                coroutine.close()
-                raise
         future = self.submit(coroutine)
         deadline = Deadline.after(timeout)
         try:
@@ -207,12 +202,9 @@ async def run_in_background(coroutine: Coroutine[Any, Any, T], undo: Callable[[T
     A cancelled caller cancels the coroutine and waits for its end, so that nothing of it goes on behind the caller's back.
     If the coroutine ended before it was cancelled, ``undo`` is called with its result, which the caller does not get.
     """
-    try:
+    with ClosingOnError(coroutine):
         running_loop(getattr(coroutine, "__qualname__", "this call"))
         background = background_loop()
-    except BaseException:
-        coroutine.close()
-        raise
     task: asyncio.Task[Any] | None = None
     is_cancelled = False
 

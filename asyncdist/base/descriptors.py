@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -62,10 +63,6 @@ def describe_exhaustion(cause: OSError) -> str:
     """Describe an error for which `is_exhausted` holds, as the rest of a sentence that begins with a rank."""
     if cause.errno == errno.ENFILE:
         return "cannot open a file descriptor: the machine has reached its limit (fs.file-max)"
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit.
-        return "has no free file descriptor"
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"has no free file descriptor, the limit is {limit}"
 
@@ -93,9 +90,7 @@ def open_trusted(path: Path, flags: int) -> int:
         OSError: The file cannot be opened.
     """
     try:
-        # Windows lacks these flags.
-        safe = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-        descriptor = os.open(path, flags | safe, 0o600)
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise AddressError(f"{path} is a symbolic link, which another user may have made: name the file") from None
@@ -113,7 +108,7 @@ def open_trusted(path: Path, flags: int) -> int:
 def _other_writer(descriptor: int, path: Path) -> str:
     """Return which other user can write a file, and how; empty if none."""
     found = os.fstat(descriptor)
-    own = {0, os.getuid()} if hasattr(os, "getuid") else {found.st_uid}
+    own = {0, os.getuid()}
     if not stat.S_ISREG(found.st_mode) or (found.st_uid in own and not found.st_mode & stat.S_IWOTH):
         return ""
     # A file system may map users, as NFS does with root, or know neither owners nor modes.

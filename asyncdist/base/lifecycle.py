@@ -208,5 +208,4 @@ after_fork(_renew_locks)
 after_fork(_close_descriptors)
 after_fork(_after_fork_in_child)
 atexit.register(_run_at_exit)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_run_after_fork)
+os.register_at_fork(after_in_child=_run_after_fork)

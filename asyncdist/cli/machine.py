@@ -14,7 +14,7 @@ def machine() -> dict[str, str]:
         "processor": processor(),
         "cores": str(os.cpu_count() or "?"),
         "system": f"{platform.system()} {platform.release()}",
-        "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "?",
+        "load": f"{os.getloadavg()[0]:.1f}",
         "python": platform.python_version(),
         **{name: installed(name) for name in ("torch", "uvloop", "asyncdist")},
     }

@@ -37,7 +37,7 @@ _READ_NBYTES = 64 << 10
 """A read of this size has hundreds of short messages."""
 _FIRST_NBYTES = 4 << 10
 """What is read while a long message is open: the header of its next part, whose rest is read into its memory."""
-_ANCILLARY_NBYTES = socket.CMSG_SPACE(MOST_DESCRIPTORS * 4) if hasattr(socket, "CMSG_SPACE") else 0
+_ANCILLARY_NBYTES = socket.CMSG_SPACE(MOST_DESCRIPTORS * 4)
 
 
 class StreamEnded(Exception):
@@ -103,8 +103,7 @@ class PeerChannel(InboxOwner):
         self.error: PeerLostError | None = None
         self.context: Any = None
         self._sock, self._owner = sock, owner
-        is_unix = isinstance(sock, socket.socket) and sock.family == getattr(socket, "AF_UNIX", None)
-        self.is_local = is_unix
+        self.is_local = is_unix = isinstance(sock, socket.socket) and sock.family == socket.AF_UNIX
         """Whether descriptors may come with messages, because both processes are on one host."""
         self._outbox = Outbox(sock, stages=is_unix and peer.stages, most_nbytes=most_nbytes)
         self._inbox = Inbox(self, most_nbytes=most_nbytes)

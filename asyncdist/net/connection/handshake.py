@@ -90,7 +90,7 @@ class ChannelAddress:
 
 def this_place(host_name: str | None) -> tuple[str, int, int]:
     """Return host, user and network namespace of this process, as in a `ChannelAddress`."""
-    return host_name or machine_name(), os.getuid() if hasattr(os, "getuid") else 0, namespace("net")
+    return host_name or machine_name(), os.getuid(), namespace("net")
 
 
 async def dial(

@@ -21,7 +21,6 @@ from asyncdist.net.loop_socket import LoopSocket, prove
 from asyncdist.net.security.auth import HandshakeDriver
 from asyncdist.net.security.tls import TlsSocket
 
-_AF_UNIX = getattr(socket, "AF_UNIX", None)
 _CREDENTIALS = struct.Struct("3i")
 _UNSENT_NBYTES = 256 << 10
 """Bytes that the kernel holds of an outgoing TCP stream. A short message waits behind them."""
@@ -59,7 +58,7 @@ async def dial(sock: socket.socket, security: Security, host: str = "") -> LoopS
         ProtocolError: Another program answers there.
     """
     tls, secured = security.dialling, None
-    if tls is not None and sock.family != _AF_UNIX:
+    if tls is not None and sock.family != socket.AF_UNIX:
         secured = TlsSocket(sock, tls, serves=False, name=host if tls.check_hostname else None)
     return await _begun(sock, secured, security, serves=False)
 
@@ -69,7 +68,7 @@ async def accept(sock: socket.socket, security: Security) -> LoopSocket:
     secured = None
     with ClosingOnError(sock):
         _prepared(sock)
-        if sock.family == _AF_UNIX:
+        if sock.family == socket.AF_UNIX:
             if (user := peer_user(sock)) != os.getuid():
                 raise AuthenticationError(f"a connection of another user, {user}")
         elif security.accepting is not None:
@@ -100,6 +99,6 @@ def _prepared(sock: socket.socket) -> socket.socket:
     lifecycle.close_in_children(sock)
     sock.setblocking(False)
     tune(sock)
-    if sock.family != _AF_UNIX and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+    if sock.family != socket.AF_UNIX and hasattr(socket, "TCP_NOTSENT_LOWAT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_NBYTES)
     return sock
