@@ -95,9 +95,9 @@ async def show_status(store: AsyncStore, as_json: bool) -> None:
     """Show the store's state: connections, keys, bytes, and counters of its operations."""
     import json
 
-    from asyncdist.store.protocol import operations
+    from asyncdist.store.protocol.operations import Op, command
 
-    found = await store.request(operations.status())
+    found = await store.request(command(Op.STATUS))
     if as_json:
         click.echo(json.dumps(found))
         return

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.store.protocol import operations
-from asyncdist.store.protocol.operations import Command, Value
+from asyncdist.store.protocol.operations import Command, Op, Value, command
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -113,14 +113,14 @@ class AsyncStoreBase(ProcessBound, ABC):
             ...     async for message in messages:
             ...         print(message)
         """
-        return self.stream(operations.subscribe(channel))
+        return self.stream(command(Op.SUBSCRIBE, channel))
 
     def watch(self, key: str) -> AsyncWatch:
         """Return a stream of the value of ``key``: the present one, then one after each change; None is a missing key.
 
         The stream yields only the last of several changes that occur between two reads. It continues after a reconnect.
         """
-        return self.stream(operations.watch(key))
+        return self.stream(command(Op.WATCH, key))
 
     def watch_keys(self, prefix: str = "") -> AsyncPrefixWatch:
         """Return a stream of the keys that begin with ``prefix``: each key with its value, then each change.
@@ -128,7 +128,7 @@ class AsyncStoreBase(ProcessBound, ABC):
         A deleted key's value is None. After a reconnect the stream also yields the changes in between. The client buffers
         the changes until they are read.
         """
-        return self.stream(operations.watch_keys(prefix))
+        return self.stream(command(Op.WATCH_KEYS, prefix))
 
     def set_timeout(self, timeout: Timeout) -> None:
         """Set the timeout of operations that are called without one; None means no limit."""
@@ -144,7 +144,7 @@ class AsyncStoreBase(ProcessBound, ABC):
                 another client has set the key since. A client that reconnects after its lease has expired sets its
                 ephemeral keys again, except those that have a value by then.
         """
-        return self.request(operations.set_ephemeral(key, value) if ephemeral else operations.set_(key, value))
+        return self.request(command(Op.SET_EPHEMERAL, key, value) if ephemeral else operations.set_(key, value))
 
     def get(self, key: str, timeout: Timeout = None) -> Future[bytes]:
         """Return the value of ``key``; wait at the store until the key exists. Costs one round trip."""
@@ -159,11 +159,11 @@ class AsyncStoreBase(ProcessBound, ABC):
 
     def wait(self, keys: Iterable[str], timeout: Timeout = None) -> Future[None]:
         """Wait until every key exists. A queue with an item counts as a key."""
-        return self.request(operations.wait(keys), timeout)
+        return self.request(command(Op.WAIT, keys), timeout)
 
     def check(self, keys: Iterable[str]) -> Future[bool]:
         """Return whether all keys exist now. A queue with an item counts as a key."""
-        return self.request(operations.check(keys))
+        return self.request(command(Op.CHECK, keys))
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> Future[bytes]:
         """Store ``desired_value`` under ``key`` if the key holds ``expected_value``.
@@ -177,23 +177,23 @@ class AsyncStoreBase(ProcessBound, ABC):
             The value of the key afterwards. If the key is missing and ``expected_value`` is not empty, the store changes
             nothing and returns ``expected_value``.
         """
-        return self.request(operations.compare_set(key, expected_value, desired_value))
+        return self.request(command(Op.COMPARE_SET, key, expected_value, desired_value))
 
     def delete_key(self, key: str) -> Future[bool]:
         """Delete a key and return whether it existed. Queues are not deleted."""
-        return self.request(operations.delete_key(key))
+        return self.request(command(Op.DELETE_KEY, key))
 
     def num_keys(self) -> Future[int]:
         """Return the number of keys, without queues."""
-        return self.request(operations.num_keys())
+        return self.request(command(Op.NUM_KEYS))
 
     def append(self, key: str, value: Value) -> Future[None]:
         """Append to the value of ``key``; store the value if the key is missing."""
-        return self.request(operations.append(key, value))
+        return self.request(command(Op.APPEND, key, value))
 
     def multi_get(self, keys: Iterable[str], timeout: Timeout = None) -> Future[list[bytes]]:
         """Return the values of all keys; wait until all exist. Costs one round trip."""
-        return self.request(operations.multi_get(keys), timeout)
+        return self.request(command(Op.MULTI_GET, keys), timeout)
 
     def multi_set(self, keys: Iterable[str], values: Iterable[Value]) -> Future[None]:
         """Set several keys in one atomic step."""
@@ -204,11 +204,11 @@ class AsyncStoreBase(ProcessBound, ABC):
 
         After a restart of the server, ephemeral keys come last.
         """
-        return self.request(operations.list_keys(prefix))
+        return self.request(command(Op.LIST_KEYS, prefix))
 
     def queue_push(self, key: str, value: Value) -> Future[None]:
         """Append an item to a queue. The client that has waited longest in `queue_pop` receives it."""
-        return self.request(operations.queue_push(key, value))
+        return self.request(command(Op.QUEUE_PUSH, key, value))
 
     async def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes:
         """Remove the oldest item of a queue and return it.
@@ -225,11 +225,11 @@ class AsyncStoreBase(ProcessBound, ABC):
         Raises:
             QueueEmptyError: The queue is empty and ``block`` is False.
         """
-        return await self.take(operations.queue_pop(key, block), timeout)
+        return await self.take(command(Op.QUEUE_POP, key, block), timeout)
 
     def queue_len(self, key: str) -> Future[int]:
         """Return the number of items in a queue."""
-        return self.request(operations.queue_len(key))
+        return self.request(command(Op.QUEUE_LEN, key))
 
     def barrier(self, key: str, world_size: int, timeout: Timeout = None) -> Future[None]:
         """Wait until ``world_size`` clients wait under this key at the same time.
@@ -240,7 +240,7 @@ class AsyncStoreBase(ProcessBound, ABC):
 
     def publish(self, channel: str, message: Value) -> Future[int]:
         """Send a message to the present subscribers of a channel and return their number."""
-        return self.request(operations.publish(channel, message))
+        return self.request(command(Op.PUBLISH, channel, message))
 
     async def __aenter__(self) -> Self:
         return self
@@ -316,18 +316,18 @@ class Store(ProcessBound, ABC):
 
     def subscribe(self, channel: str) -> Subscription:
         """Return a stream of the messages that clients publish to ``channel`` from now on."""
-        return self.stream(operations.subscribe(channel))
+        return self.stream(command(Op.SUBSCRIBE, channel))
 
     def watch(self, key: str) -> Watch:
         """Return a stream of the value of ``key``: the present one, then one after each change; None is a missing key.
 
         The stream yields only the last of several changes that occur between two reads.
         """
-        return self.stream(operations.watch(key))
+        return self.stream(command(Op.WATCH, key))
 
     def watch_keys(self, prefix: str = "") -> PrefixWatch:
         """Return a stream of the keys that begin with ``prefix``, with their values, then of each change."""
-        return self.stream(operations.watch_keys(prefix))
+        return self.stream(command(Op.WATCH_KEYS, prefix))
 
     @property
     def timeout(self) -> timedelta:
@@ -344,7 +344,7 @@ class Store(ProcessBound, ABC):
         A client without a pending call notices a broken connection only in its next call. If that call comes after the
         lease has expired, ephemeral keys are missing in between.
         """
-        self.request(operations.set_ephemeral(key, value) if ephemeral else operations.set_(key, value))
+        self.request(command(Op.SET_EPHEMERAL, key, value) if ephemeral else operations.set_(key, value))
 
     get = blocking(AsyncStoreBase.get)
     add = blocking(AsyncStoreBase.add)
@@ -361,7 +361,8 @@ class Store(ProcessBound, ABC):
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes:
         """Remove the oldest item of a queue and return it; wait for one if ``block``, else raise QueueEmptyError."""
-        return self.request(operations.queue_pop(key, block), timeout)
+        item: bytes = self.request(command(Op.QUEUE_POP, key, block), timeout)
+        return item
 
     queue_len = blocking(AsyncStoreBase.queue_len)
     barrier = blocking(AsyncStoreBase.barrier)

@@ -205,7 +205,7 @@ def test_every_port_is_on_the_host_of_the_socket_of_systemd():
     ):
         assert (daemon.host, daemon.port) == server.getsockname()
         store.request(operations.acquire_lease("job/"))
-        scoped_port = store.request(operations.open_scoped_store("job/"))
+        scoped_port = store.request(operations.command(operations.Op.OPEN_SCOPED_STORE, "job/"))
         socket.create_connection((daemon.host, scoped_port), LIMIT).close()
         assert fetch(port, "/healthz", daemon.host) == "ok\n"
 

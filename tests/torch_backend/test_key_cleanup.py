@@ -36,7 +36,7 @@ def test_keys_are_deleted_after_the_last_rank_is_killed(server, nursery, until):
         assert [rank.hear() for rank in ranks] == ["there"] * 2
         kill(ranks[0])
         # The session of the killed rank expires; the other rank still keeps the lease.
-        until(lambda: store.request(operations.status())["clients"] == 2)
+        until(lambda: store.request(operations.command(operations.Op.STATUS))["clients"] == 2)
         assert any(key.startswith("job/") for key in store.list_keys())
         kill(ranks[1])
         until(lambda: store.list_keys() == ["job of others"])

@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from asyncdist.base.background_loop import background_loop
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store import StoreServer, TCPStore
-from asyncdist.store.protocol import operations
+from asyncdist.store.protocol.operations import Op, command
 from asyncdist.torch_backend.rendezvous import url_handler
 from asyncdist.torchrun import handler
 from tests.support.daemon import started
@@ -76,11 +76,11 @@ def test_idle_ranks_reconnect_and_keep_their_ephemeral_keys(daemon, nursery, unt
     ranks = [nursery.start(PROGRAM, "compute", url, rank, 2) for rank in range(2)]
     assert [rank.hear() for rank in ranks] == ["there"] * 2
     with daemon.server.client() as store:
-        before = store.request(operations.status())
+        before = store.request(command(Op.STATUS))
     daemon.break_connections()
     with daemon.server.client() as store:
-        taken = before["connections_total"] if store.request(operations.status())["pid"] == before["pid"] else 0
-        until(lambda: store.request(operations.status())["connections_total"] >= taken + 1 + len(ranks))
+        taken = before["connections_total"] if store.request(command(Op.STATUS))["pid"] == before["pid"] else 0
+        until(lambda: store.request(command(Op.STATUS))["connections_total"] >= taken + 1 + len(ranks))
     for rank in ranks:
         rank.say("tell")
     assert [rank.hear() for rank in ranks] == [True] * 2

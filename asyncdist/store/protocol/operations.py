@@ -5,7 +5,7 @@ A `Command` is an operation with checked arguments. The awaited and the blocking
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from enum import IntEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import quote
@@ -253,7 +253,15 @@ def _number(number: object, least: int = -(1 << 63)) -> int:
 
 # -- the commands; each function raises UsageError for a wrong argument ------------------------------
 
+_CHECKS: dict[str, Callable[[Any], Any]] = {KEY: _key, KEYS: _keys, VALUE: _value, NUMBER: _number, FLAG: bool}
 
+
+def command(op: Op, *args: object) -> Command[Any]:
+    """Return the command of an operation with these arguments, once they are checked by their kinds."""
+    return Command(op, tuple([_CHECKS[kind](arg) for kind, arg in zip(op.kinds, args, strict=True)]))
+
+
+# Those of the hot path, and those with checks of their own.
 def set_(key: str, value: Value) -> Command[None]:
     return Command(Op.SET, (_key(key), _value(value)))
 
@@ -264,40 +272,8 @@ def get(key: str) -> Command[bytes]:
     return Command(Op.GET, (key,))
 
 
-def set_ephemeral(key: str, value: Value) -> Command[None]:
-    return Command(Op.SET_EPHEMERAL, (_key(key), _value(value)))
-
-
 def add(key: str, amount: int) -> Command[int]:
     return Command(Op.ADD, (_key(key), _number(amount)))
-
-
-def wait(keys: Iterable[str]) -> Command[None]:
-    return Command(Op.WAIT, (_keys(keys),))
-
-
-def check(keys: Iterable[str]) -> Command[bool]:
-    return Command(Op.CHECK, (_keys(keys),))
-
-
-def compare_set(key: str, expected: Value, desired: Value) -> Command[bytes]:
-    return Command(Op.COMPARE_SET, (_key(key), _value(expected), _value(desired)))
-
-
-def delete_key(key: str) -> Command[bool]:
-    return Command(Op.DELETE_KEY, (_key(key),))
-
-
-def num_keys() -> Command[int]:
-    return Command(Op.NUM_KEYS)
-
-
-def append(key: str, value: Value) -> Command[None]:
-    return Command(Op.APPEND, (_key(key), _value(value)))
-
-
-def multi_get(keys: Iterable[str]) -> Command[list[bytes]]:
-    return Command(Op.MULTI_GET, (_keys(keys),))
 
 
 def multi_set(keys: Iterable[str], values: Iterable[Value]) -> Command[None]:
@@ -307,40 +283,8 @@ def multi_set(keys: Iterable[str], values: Iterable[Value]) -> Command[None]:
     return Command(Op.MULTI_SET, (names, contents))
 
 
-def list_keys(prefix: str) -> Command[list[str]]:
-    return Command(Op.LIST_KEYS, (_key(prefix),))
-
-
-def queue_push(key: str, value: Value) -> Command[None]:
-    return Command(Op.QUEUE_PUSH, (_key(key), _value(value)))
-
-
-def queue_pop(key: str, block: bool) -> Command[bytes]:
-    return Command(Op.QUEUE_POP, (_key(key), bool(block)))
-
-
-def queue_len(key: str) -> Command[int]:
-    return Command(Op.QUEUE_LEN, (_key(key),))
-
-
 def barrier(key: str, world_size: int) -> Command[None]:
     return Command(Op.BARRIER, (_key(key), _number(world_size, least=1)))
-
-
-def publish(channel: str, message: Value) -> Command[int]:
-    return Command(Op.PUBLISH, (_key(channel), _value(message)))
-
-
-def subscribe(channel: str) -> Command[None]:
-    return Command(Op.SUBSCRIBE, (_key(channel),))
-
-
-def status() -> Command[dict[str, Any]]:
-    return Command(Op.STATUS)
-
-
-def open_scoped_store(prefix: str) -> Command[int]:
-    return Command(Op.OPEN_SCOPED_STORE, (_key(prefix),))
 
 
 def acquire_lease(prefix: str) -> Command[None]:
@@ -349,14 +293,6 @@ def acquire_lease(prefix: str) -> Command[None]:
 
 def release_lease(prefix: str) -> Command[None]:
     return Command(Op.RELEASE_LEASE, (_key(prefix),))
-
-
-def watch(key: str) -> Command[bytes | None]:
-    return Command(Op.WATCH, (_key(key),))
-
-
-def watch_keys(prefix: str) -> Command[list[Any]]:
-    return Command(Op.WATCH_KEYS, (_key(prefix),))
 
 
 def watched_key(message: bytes) -> tuple[str, bytes | None]:

@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from asyncdist.store import TCPStore
 from asyncdist.store.client.connect import accepts_c10d_clients
 from asyncdist.store.protocol import operations
+from asyncdist.store.protocol.operations import Op, command
 from asyncdist.torch_backend.rendezvous.lease_keep_alive import leased_store
 from asyncdist.torch_backend.torch_store import Store
 
@@ -67,7 +68,7 @@ class DaemonHandler(RendezvousHandler):
         joined = self._agents.next_rendezvous()
         if joined.rank == 0:
             self._daemon.request(operations.acquire_lease(self._round_prefix))
-            port = self._daemon.request(operations.open_scoped_store(self._round_prefix))
+            port = self._daemon.request(command(Op.OPEN_SCOPED_STORE, self._round_prefix))
             joined.store.set("port", str(port))
         workers = RendezvousStoreInfo(self._daemon.host, int(joined.store.get("port")))
         if not self._probed:

@@ -26,6 +26,7 @@ from asyncdist.errors import (
 from asyncdist.store import AsyncPrefixStore, AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client import connect as dialling
 from asyncdist.store.protocol import operations
+from asyncdist.store.protocol.operations import Op, command
 from tests.support.ports import free_port
 from tests.support.stores import LONG, TOKEN, open_store
 
@@ -114,13 +115,13 @@ WAITED = "the keys were not set, or the store at WHERE had not sent the whole an
     ("command", "said"),
     [
         (operations.set_("k", "v"), f"store set('k') timed out after 0.05 s: {DONE}"),
-        (operations.queue_push("k", "v"), f"store queue_push('k') timed out after 0.05 s: {DONE}"),
+        (command(Op.QUEUE_PUSH, "k", "v"), f"store queue_push('k') timed out after 0.05 s: {DONE}"),
         (
-            operations.list_keys(""),
+            command(Op.LIST_KEYS, ""),
             "store list_keys('') timed out after 0.05 s: the store at WHERE did not answer; check whether the store",
         ),
         (operations.get("k"), f"store get('k') timed out after 0.05 s: {WAITED}"),
-        (operations.queue_pop("k", True), "store queue_pop('k') timed out after 0.05 s: the queue stayed empty, or"),
+        (command(Op.QUEUE_POP, "k", True), "store queue_pop('k') timed out after 0.05 s: the queue stayed empty, or"),
         (operations.barrier("k", 2), "store barrier('k') timed out after 0.05 s: not all have come, or the store at"),
     ],
     ids=lambda given: given.name if isinstance(given, operations.Command) else "",

@@ -51,7 +51,7 @@ def reconnect(protocol: ClientProtocol, *, known: bool, limit: int = LIMIT) -> l
 
 
 def set_ephemeral(protocol: ClientProtocol, key: str, value: bytes = b"1") -> None:
-    request, _ = protocol.ask(Handler(operations.set_ephemeral(key, value)))
+    request, _ = protocol.ask(Handler(operations.command(operations.Op.SET_EPHEMERAL, key, value)))
     protocol.receive(frame_of(request, OperationKind.RESULT, None))
 
 
@@ -67,7 +67,7 @@ def test_replies_reach_their_requests_in_any_order(protocol):
     ("reason", "kind"), [(Reason.EMPTY, QueueEmptyError), (Reason.INVALID, StoreError), (99, StoreError)]
 )
 def test_refusals_become_typed_errors(protocol, reason, kind):
-    handler = Handler(operations.queue_pop("q", False))
+    handler = Handler(operations.command(operations.Op.QUEUE_POP, "q", False))
     request, _ = protocol.ask(handler)
     protocol.receive(frame_of(request, OperationKind.REFUSED, (reason, "why")))
     (error,) = handler.answers
@@ -131,7 +131,7 @@ def test_key_whose_deletion_was_cancelled_is_restored_only_if_that_was_never_sen
     set_ephemeral(protocol, "k")
     if not sent:
         protocol.interrupted()
-    request, _ = protocol.ask(Handler(operations.delete_key("k")))
+    request, _ = protocol.ask(Handler(operations.command(operations.Op.DELETE_KEY, "k")))
     protocol.give_up(request)
     restored = [each.args for each in reconnect(protocol, known=False)]
     assert restored == ([] if sent else [("k", b"1")])
@@ -140,9 +140,9 @@ def test_key_whose_deletion_was_cancelled_is_restored_only_if_that_was_never_sen
 def test_requests_wait_until_all_keys_are_restored(protocol):
     for key in ("k", "l"):
         set_ephemeral(protocol, key)
-    checking, _ = protocol.ask(Handler(operations.check(["k"])))
+    checking, _ = protocol.ask(Handler(operations.command(operations.Op.CHECK, ["k"])))
     first, second = reconnect(protocol, known=False)
-    deleting, message = protocol.ask(Handler(operations.delete_key("k")))
+    deleting, message = protocol.ask(Handler(operations.command(operations.Op.DELETE_KEY, "k")))
     assert message == b""
     protocol.receive(frame_of(first.id, OperationKind.RESULT, True))
     assert not protocol.output
@@ -166,7 +166,7 @@ def test_change_of_unknown_outcome_is_not_repeated_while_keys_are_restored(proto
 def test_client_continues_without_a_key_that_a_smaller_store_refuses_to_restore(protocol, caplog):
     for key, nbytes in {"small": 1, "too much for a value": 1000, "too much for a message": 100_000}.items():
         set_ephemeral(protocol, key, bytes(nbytes))
-    checking, _ = protocol.ask(Handler(operations.check(["other"])))
+    checking, _ = protocol.ask(Handler(operations.command(operations.Op.CHECK, ["other"])))
     first, second = reconnect(protocol, known=False, limit=70_000)
     protocol.receive(frame_of(first.id, OperationKind.RESULT, True))
     protocol.receive(frame_of(second.id, OperationKind.REFUSED, (int(Reason.TOO_LARGE), "as said by a test")))

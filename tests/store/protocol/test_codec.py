@@ -190,8 +190,8 @@ def test_malicious_msgpack_is_refused(bomb):
         lambda: operations.set_("k", 5),
         lambda: operations.set_("\udc80", b""),
         lambda: operations.set_("k", "\udc80"),
-        lambda: operations.wait("not a list"),
-        lambda: operations.wait(["a", 1]),
+        lambda: operations.command(operations.Op.WAIT, "not a list"),
+        lambda: operations.command(operations.Op.WAIT, ["a", 1]),
         lambda: operations.add("k", 1.5),
         lambda: operations.add("k", True),
         lambda: operations.add("k", 1 << 63),
@@ -206,5 +206,5 @@ def test_wrong_arguments_are_usage_errors(make):
 
 def test_command_under_a_prefix():
     assert operations.multi_set(["a", "b"], ["1", "2"]).under("p/").args == (["p/a", "p/b"], [b"1", b"2"])
-    assert operations.num_keys().under("p/").args == ()
-    assert operations.compare_set("a", "x", "y").under("p/").keys == ("p/a",)
+    assert operations.command(operations.Op.NUM_KEYS).under("p/").args == ()
+    assert operations.command(operations.Op.COMPARE_SET, "a", "x", "y").under("p/").keys == ("p/a",)

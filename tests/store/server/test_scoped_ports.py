@@ -10,7 +10,7 @@ from tests.support.stores import TOKEN
 
 async def scoped_address(store: AsyncStore) -> tuple[str, int]:
     await store.request(operations.acquire_lease("job/"))
-    return "127.0.0.1", await store.request(operations.open_scoped_store("job/"))
+    return "127.0.0.1", await store.request(operations.command(operations.Op.OPEN_SCOPED_STORE, "job/"))
 
 
 async def test_scoped_store_is_empty_and_ends_with_its_lease(store, connect):
@@ -38,4 +38,4 @@ async def test_scoped_store_survives_a_broken_connection_of_its_client(proxy, co
 
 async def test_scoped_store_without_a_lease_is_refused(store):
     with pytest.raises(StoreError, match="acquire it first"):
-        await store.request(operations.open_scoped_store("job/"))
+        await store.request(operations.command(operations.Op.OPEN_SCOPED_STORE, "job/"))
