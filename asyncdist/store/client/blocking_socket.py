@@ -9,6 +9,7 @@ import ssl
 from typing import Any
 
 from asyncdist.base.deadline import LONGEST_POLL, Deadline
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.net.connection.outbox import Flushed, Outbox
 from asyncdist.net.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tune
 from asyncdist.net.security.auth import HandshakeDriver
@@ -136,15 +137,12 @@ def open_blocking_socket(
         sock = connect(host, port, max(deadline.remaining(), 0.001))
     except UnicodeError as error:
         raise resolution_error(error) from None
-    try:
+    with ClosingOnError(sock):
         tune(sock, heartbeat)
         secured = (
             None if tls is None or sock.family == socket.AF_UNIX else TlsSocket(sock, tls, serves=False, name=host)
         )
         return BlockingSocket(sock, secured)
-    except BaseException:
-        sock.close()
-        raise
 
 
 def shake_hands(sock: BlockingSocket, token: str | None, deadline: Deadline) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.base.error_text import describe_error
 from asyncdist.errors import AddressError, AsyncdistError, CertificateError, LookUpTimeoutError, StoreConnectionError
 from asyncdist.net.network import begin_look_up, is_address
@@ -255,12 +256,9 @@ def connect(host: str, port: int, timeout: float) -> socket.socket:
         return _connect_to_first(addresses_of(host, timeout), port, timeout)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     lifecycle.close_in_children(sock)
-    try:
+    with ClosingOnError(sock):
         sock.settimeout(timeout)
         sock.connect(host)
-    except BaseException:
-        sock.close()
-        raise
     return sock
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline
-from asyncdist.base.descriptors import open_trusted
+from asyncdist.base.descriptors import ClosingOnError, open_trusted
 from asyncdist.errors import AddressError, AsyncdistError, StoreError
 
 PATIENCE = 60.0
@@ -70,14 +70,10 @@ class LockedFile:
                     f"the file {path} cannot be opened ({error.strerror}): every rank must be able to"
                 ) from None
             lifecycle.close_in_children(self)
-            try:
-                with self.locked():
-                    if self.is_current():
-                        begin()
-                        return
-            except BaseException:
-                self.close()
-                raise
+            with ClosingOnError(self), self.locked():
+                if self.is_current():
+                    begin()
+                    return
             self.close()
         raise AddressError(f"another process removes the file {path} whenever it is opened: name another file")
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from asyncdist.base import lifecycle
 from asyncdist.base.background_loop import BackgroundLoop, background_loop
 from asyncdist.base.deadline import Timeout, seconds
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.base.lifecycle import WeakRegistry
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, StoreTimeoutError, UsageError
@@ -92,13 +93,10 @@ class TCPStore(Store):
         reachable_host = self.server.reachable_host if self.server is not None else host_name
         self.connection = BlockingConnection(reachable_host, port, self._token, config)
         self._finalizer = weakref.finalize(self, BlockingConnection.close, self.connection)
-        try:
+        with ClosingOnError(self):
             self.connection.connect(timeout)
             if world_size is not None and world_size > 0 and wait_for_workers:
                 self._meet(world_size, is_master)
-        except BaseException:
-            self.close()
-            raise
 
     def _meet(self, world_size: int, is_master: bool) -> None:
         """Count this worker. The last worker releases the master."""
@@ -127,12 +125,9 @@ class TCPStore(Store):
     def stream(self, command: Command[Any], hidden: str = "") -> BlockingStream[Any]:
         """Open a stream over a connection of its own: unread items do not delay other calls."""
         connection = self.connection.another(self._timeout)
-        try:
+        with ClosingOnError(connection):
             buffer = stream_buffer(command, hidden)
             return ClientStream(connection, command, buffer, self._timeout, self)
-        except BaseException:
-            connection.close()
-            raise
 
     def list_keys(self, prefix: str = "") -> list[str]:
         """Return the keys that begin with ``prefix``, oldest first, without queues and the counter of the workers."""

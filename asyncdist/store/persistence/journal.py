@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from asyncdist.base import lifecycle
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.errors import JournalError, ProtocolError
 from asyncdist.store.persistence import log_format
 from asyncdist.store.state.change_log import replay, snapshot
@@ -60,16 +61,13 @@ class Journal:
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _cannot("open", folder, error) from error
-        try:
+        with ClosingOnError(self):
             _lock(self._lock, folder)
-            self.lineage = self._read_or_create_lineage()
-            self._recover()
-        except OSError as error:
-            self.close()
-            raise _cannot("read", folder, error) from error
-        except BaseException:
-            self.close()
-            raise
+            try:
+                self.lineage = self._read_or_create_lineage()
+                self._recover()
+            except OSError as error:
+                raise _cannot("read", folder, error) from error
 
     def fileno(self) -> int:
         return self._lock

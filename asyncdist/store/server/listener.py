@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -94,14 +95,11 @@ def _remove_stale(path: Path) -> None:
 
 def _bind_all(port: int, addresses: Addresses) -> list[socket.socket]:
     sockets: list[socket.socket] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for family, address in addresses:
-            sockets.append(_bind(family, address, port))
+            sockets.append(stack.enter_context(_bind(family, address, port)))
             port = sockets[0].getsockname()[1]
-    except BaseException:
-        for sock in sockets:
-            sock.close()
-        raise
+        stack.pop_all()
     return sockets
 
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
-from asyncdist.base.descriptors import close_all
+from asyncdist.base.descriptors import ClosingOnError, close_all
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.kernel.memory.shared_arena import Arena, ArenaMapping
 from asyncdist.kernel.transport.base import Host
@@ -205,7 +205,7 @@ async def connect_peer(
     """Connect to a peer and exchange introductions. Raises PeerRefused and OSError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     lifecycle.close_in_children(sock)
-    try:
+    with ClosingOnError(sock):
         sock.setblocking(False)
         await _connect(sock, address)
         send = functools.partial(_send, sock)
@@ -214,9 +214,6 @@ async def connect_peer(
         introduction = await _receive_introduction(sock, host, {peer})
         _send(sock, _WELCOME)
         return sock, introduction
-    except BaseException:
-        sock.close()
-        raise
 
 
 async def accept_peer(

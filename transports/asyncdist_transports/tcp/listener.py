@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from time import monotonic
 
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.kernel.transport.base import Host
 from asyncdist.net.listening import ACCEPT_AGAIN, ListeningSocket, listen_tcp
 
@@ -26,11 +27,8 @@ class Listener:
         sock = listen_tcp(where)
         self.port: int = sock.getsockname()[1]
         self.listening = ListeningSocket(sock, f"rank {host.rank}", self._reject_one)
-        try:
+        with ClosingOnError(sock):
             self._spare_descriptor: int | None = os.open(os.devnull, os.O_RDONLY)
-        except BaseException:
-            sock.close()
-            raise
         self.paused = False
         """Whether the listener pauses after an error."""
 
