@@ -25,6 +25,7 @@ import uvloop
 
 from asyncdist.base import lifecycle
 from asyncdist.base.call_site import refuse_await
+from asyncdist.base.callables import Supplier
 from asyncdist.base.deadline import LONGEST_SLEEP, Deadline
 from asyncdist.base.descriptors import ClosingOnError, naming_exhaustion
 from asyncdist.base.interrupts import shorten_interrupts
@@ -122,7 +123,7 @@ class BackgroundLoop:
             future.cancel()
             raise
 
-    def call(self, function: Callable[[], T]) -> T:
+    def call(self, function: Supplier[T]) -> T:
         """Call a plain function on the loop's thread and return its result."""
 
         async def caller() -> T:

@@ -13,6 +13,9 @@ from collections.abc import Callable
 
 from asyncdist.base.deadline import Deadline
 
+Sleep = Callable[[float], object]
+"""Pauses the calling thread for some seconds."""
+
 
 class Backoff:
     """Attempts until a deadline, with pauses that double from ``first`` to ``longest`` seconds.
@@ -42,7 +45,7 @@ class Backoff:
         longest: float,
         deadline: Deadline | None = None,
         *,
-        sleep: Callable[[float], object] | None = None,
+        sleep: Sleep | None = None,
     ) -> None:
         self._first = self._pause = first
         self._longest = longest

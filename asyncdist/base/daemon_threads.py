@@ -22,7 +22,7 @@ from time import monotonic
 from typing import Any, ParamSpec, TypeVar
 
 from asyncdist.base import lifecycle
-from asyncdist.base.callables import AnyFunction, Callback
+from asyncdist.base.callables import AnyFunction, Callback, Supplier
 from asyncdist.base.descriptors import naming_exhaustion
 from asyncdist.base.lifecycle import WeakRegistry
 from asyncdist.base.waker import Waker
@@ -309,7 +309,7 @@ class PeriodicCalls:
         self._forget()
 
 
-def start_daemon_thread(function: Callable[[], T], name: str, *, awaited_at_exit: bool = True) -> Future[T]:
+def start_daemon_thread(function: Supplier[T], name: str, *, awaited_at_exit: bool = True) -> Future[T]:
     """Run a blocking call in a new thread, and return the future of its result.
 
     The process waits for the call at its exit, for at most `_AT_EXIT` seconds, if ``awaited_at_exit``.
@@ -323,7 +323,7 @@ def start_daemon_thread(function: Callable[[], T], name: str, *, awaited_at_exit
         pool.shutdown(wait=False)
 
 
-async def run_in_daemon_thread(function: Callable[[], T]) -> T:
+async def run_in_daemon_thread(function: Supplier[T]) -> T:
     """Run a blocking call without side effects in a new thread, and return its result.
 
     Cancelling the caller abandons the call: its thread ends when the call returns.

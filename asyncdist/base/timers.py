@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
-from asyncdist.base.callables import Callback
+from asyncdist.base.callables import Callback, Supplier
 
 _TICK = 0.001
 """The least number of seconds between two checks of all deadlines."""
@@ -57,7 +57,7 @@ class DeadlineTimer:
     ends the requests whose deadline has passed, and is set for the next one.
     """
 
-    def __init__(self, open_requests: Callable[[], Iterable[Expiring]]) -> None:
+    def __init__(self, open_requests: Supplier[Iterable[Expiring]]) -> None:
         self._open_requests = open_requests
         self._loop = asyncio.get_running_loop()
         self._next = math.inf

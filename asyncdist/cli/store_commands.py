@@ -6,7 +6,6 @@ import asyncio
 import functools
 import os
 import sys
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +27,7 @@ class StoreTarget(NamedTuple):
     tls: dict[str, str]
 
 
-def _asks_store(ask: Callable[..., Coroutine[Any, Any, None]]) -> AnyFunction:
+def _asks_store(ask: AnyFunction) -> AnyFunction:
     """Make the callback of a command from ``ask(store, **options)``: it connects, asks, and disconnects.
 
     The options with the address may stand after the command as well as before it.

@@ -21,7 +21,7 @@ from time import monotonic
 from typing import TypeVar
 
 from asyncdist.base.background_loop import cancel_all
-from asyncdist.base.callables import Callback, Predicate
+from asyncdist.base.callables import Callback, Predicate, Supplier
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import describe_error
 from asyncdist.elastic.errors import JobTimeoutError
@@ -290,7 +290,7 @@ class Job:
         return process in self.members or process in self.waiting
 
 
-async def _repeated(request: Callable[[], Awaitable[T]]) -> T:
+async def _repeated(request: Supplier[Awaitable[T]]) -> T:
     """Make a request that may be applied twice, and repeat it if it is unknown whether the store has applied it."""
     for _ in range(_REPETITIONS):
         with contextlib.suppress(StoreConnectionError):

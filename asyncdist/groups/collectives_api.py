@@ -7,9 +7,10 @@ ranks, as in torch; ``group_src`` and ``group_dst`` are ranks in the group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import UsageError
@@ -48,7 +49,7 @@ class P2POp:
 
     def __init__(
         self,
-        op: Callable[..., Any],
+        op: AnyFunction,
         tensor: TensorLike,
         peer: int | None = None,
         group: AnyGroup = None,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
 from asyncdist.base.background_loop import background_loop
+from asyncdist.base.callables import Supplier
 from asyncdist.base.deadline import Timeout, seconds, wait_until_set
 from asyncdist.errors import LoopThreadError, WaitTimeoutError
 from asyncdist.kernel.engine import trio_tasks
@@ -26,7 +27,7 @@ class Procedure(Generic[T]):
         progress: Drives the operations that the call waits for; None if another call has refused the loop's thread.
     """
 
-    def __init__(self, begin: Callable[[], Coroutine[Any, Any, T]], progress: Progress | None = None) -> None:
+    def __init__(self, begin: Supplier[Coroutine[Any, Any, T]], progress: Progress | None = None) -> None:
         self._begin = begin
         self._progress = progress
 

@@ -22,7 +22,7 @@ import msgpack
 import numpy as np
 import torch
 
-from asyncdist.base.callables import Callback
+from asyncdist.base.callables import Callback, Supplier
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.errors import ProtocolError
 from asyncdist.kernel import DTYPE_NUMBERS, DTYPES, input_memory, torch_private
@@ -248,7 +248,7 @@ def _writable(buffer: memoryview) -> memoryview | bytearray:
     return bytearray(buffer) if buffer.readonly else buffer
 
 
-def run_aside(threads: DaemonThreadPool, work: Callable[[], Callback]) -> bool:
+def run_aside(threads: DaemonThreadPool, work: Supplier[Callback]) -> bool:
     """Run work in a thread, and on the running loop what it returns; return False if there are no threads any more."""
     loop = asyncio.get_running_loop()
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 import torch
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.base.ops import PremulSum, ReduceOp, Reduction, premul_sum
 
 UNREDUCED = frozenset((torch.float4_e2m1fn_x2, torch.float8_e8m0fnu))
@@ -86,13 +87,13 @@ def _reduced_floats(inputs: Sequence[torch.Tensor], op: Reduction) -> torch.Tens
     return functools.reduce(_FLOATING[cast(ReduceOp, op)], wides)
 
 
-_FLOATING: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+_FLOATING: dict[ReduceOp, AnyFunction] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.PRODUCT: torch.mul,
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
 }
-_WHOLE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+_WHOLE: dict[ReduceOp, AnyFunction] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.PRODUCT: torch.mul,
     ReduceOp.BAND: operator.and_,

@@ -137,12 +137,12 @@ class ProcessGroup(TorchGroup, torch_distributed.ProcessGroup):
         """Call ``hook`` when an operation of this group has succeeded, on the thread that completes it."""
         self._hook(hook, on_end=lambda record: hook(WorkInfo.of(record)))
 
-    def register_pre_hook(self, hook_id: int, hook: Callable[[Any], object]) -> None:
+    def register_pre_hook(self, hook_id: int, hook: AnyFunction) -> None:
         """Call ``hook`` before each operation, as torch's method does."""
         _torch.register_pre_hook(self, hook_id, hook)
         self.__class__ = ObservedProcessGroup
 
-    def register_post_hook(self, hook_id: int, hook: Callable[[Any], object]) -> None:
+    def register_post_hook(self, hook_id: int, hook: AnyFunction) -> None:
         """Call ``hook`` after each operation was started, as torch's method does."""
         _torch.register_post_hook(self, hook_id, hook)
         self.__class__ = ObservedProcessGroup

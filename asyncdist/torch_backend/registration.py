@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as torch_distributed
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.base.deadline import seconds
 from asyncdist.environment import TorchHooks
 from asyncdist.groups import Group, World
@@ -35,7 +36,7 @@ def register_backend() -> None:
     _register_with_second_interface()
 
 
-def add_backend(name: str, maker: Callable[[Any, object], TorchGroup], devices: Sequence[str]) -> None:
+def add_backend(name: str, maker: AnyFunction, devices: Sequence[str]) -> None:
     """Register ``maker``, a function like `make_backend`, as the factory of the back end ``name``. Idempotent."""
     backends: Any = torch_distributed.Backend
     _names.add(name)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.ddp.hooks import casts
 from asyncdist.ddp.hooks.bucket import GradientBucket
 from asyncdist.ddp.hooks.running import AwaitedHook
@@ -18,7 +18,7 @@ from asyncdist.kernel import torch_private
 class BufferHook:
     """What a forward calls instead of broadcasting buffers; `location` is "PRE_FORWARD" or "POST_FORWARD"."""
 
-    def __init__(self, state: object, hook: Callable[[Any, dict[str, torch.Tensor]], Any], location: Any) -> None:
+    def __init__(self, state: object, hook: AnyFunction, location: Any) -> None:
         self.location = getattr(location, "name", location)
         if not callable(hook):
             raise UsageError(f"a buffer hook is a function of (state, buffers by name), not {hook!r}")

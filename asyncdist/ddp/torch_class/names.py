@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.ddp import model_sync
-from asyncdist.ddp.reducer import Reducer
 from asyncdist.ddp.torch_class import hooks
 from asyncdist.ddp.torch_class.arguments import WITH_TORCH, default_limits, group_of, moved
 from asyncdist.ddp.uneven_inputs import Joining, StepKind
@@ -27,7 +27,7 @@ _INSTEAD = {
     "logger": "last_step and _get_ddp_logging_data() describe the steps",
 }
 
-_COMPUTED: dict[str, Callable[[Any, Reducer], Any]] = {
+_COMPUTED: dict[str, AnyFunction] = {
     "_has_rebuilt_buckets": lambda model, reducer: reducer.has_rebuilt_buckets,
     "broadcast_bucket_size": lambda model, reducer: model_sync.PACK_NBYTES,
     "bucket_bytes_cap": lambda model, reducer: reducer.options.limits[-1],

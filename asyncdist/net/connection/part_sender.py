@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 
+from asyncdist.base.callables import Callback
 from asyncdist.net.connection.messages import OutgoingMessage
 from asyncdist.net.connection.outbox import Flushed, Outbox
 
@@ -39,7 +40,7 @@ class PartSender:
 
     __slots__ = ("_is_scheduled", "_outbox", "_schedule", "_sock")
 
-    def __init__(self, transport: asyncio.Transport, schedule: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(self, transport: asyncio.Transport, schedule: Callable[[Callback], object]) -> None:
         self._sock, self._schedule = _TransportSocket(transport), schedule
         self._outbox: Outbox | None = None
         """None until there is a long message: a server has many connections without one."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -286,7 +286,7 @@ class RRef(Referring, Generic[T]):
 class RRefProxy:
     """Calls the methods of a referred object by `run`, `start` or `refer`."""
 
-    def __init__(self, rref: RRef[Any], how: Callable[..., Any], runner_method: str, timeout: float) -> None:
+    def __init__(self, rref: RRef[Any], how: AnyFunction, runner_method: str, timeout: float) -> None:
         self._rref, self._how, self._runner_method, self._timeout = rref, how, runner_method, timeout
 
     def __getattr__(self, name: str) -> AnyFunction:

@@ -8,13 +8,14 @@ takes the place of ``dist_autograd.backward(context, [loss])``, and no context i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from asyncdist.base.background_loop import background_loop
+from asyncdist.base.callables import AnyFunction
 from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.rpc.blocking.agent import UNSET_TIMEOUT, WorkerInfo, current_agent
 from asyncdist.rpc.blocking.calls import Referred, Referring, RRef, call, counted, started
@@ -43,7 +44,7 @@ class BlockingRemoteModule(Referring, nn.Module, kind=ServedModule.__qualname__)
     def __init__(
         self,
         remote_device: str,
-        module_cls: Callable[..., nn.Module],
+        module_cls: AnyFunction,
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:

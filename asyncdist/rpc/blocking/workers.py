@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from torch import nn
 
 from asyncdist.base.callables import AnyFunction
 from asyncdist.base.daemon_threads import DaemonThreadPool
@@ -66,7 +64,7 @@ class FunctionRunner:
         return await self.create(getattr(value_of(reference), method), args, kwargs)
 
     async def serve_module(
-        self, module: Callable[..., nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any], device: str
+        self, module: AnyFunction, args: Sequence[Any], kwargs: Mapping[str, Any], device: str
     ) -> RemoteReference:
         """Make a module in a thread, and return a reference to it by which others train it."""
 
@@ -106,7 +104,7 @@ async def _result_of(future: Any) -> Any:
     return _run(future.value)
 
 
-def _run(function: Callable[[], Any]) -> Any:
+def _run(function: AnyFunction) -> Any:
     """Call a function; an exception comes back as the one that carries it."""
     try:
         return function()

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from asyncdist.base.callables import AnyFunction, Supplier
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Deadline, Timeout, wait_until_set
 from asyncdist.base.error_text import describe_error
@@ -95,7 +96,7 @@ class BlockingConnection(BlockingClient):
             raise UsageError("this TCPStore was made before a fork and belongs to the parent process: make a new one")
         return super().guard(call, *args)
 
-    def _start(self, call: Callable[..., object], *args: Any) -> None:
+    def _start(self, call: AnyFunction, *args: Any) -> None:
         self._threads.submit(self.guard, call, *args)
 
     # -- sending ----------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class BlockingConnection(BlockingClient):
     def confirm(self, number: int) -> None:
         self._flush_soon(self._enqueue(lambda: self.protocol.confirm(number)))
 
-    def _enqueue(self, encode: Callable[[], bytes]) -> BlockingSocket | None:
+    def _enqueue(self, encode: Supplier[bytes]) -> BlockingSocket | None:
         """Queue a message that has no answer, and return its socket."""
         with self.lock:
             message = encode() if self._over is None else b""

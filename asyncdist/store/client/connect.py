@@ -7,10 +7,9 @@ import math
 import socket
 import ssl
 import time
-from collections.abc import Callable
 
 from asyncdist.base import lifecycle
-from asyncdist.base.backoff import Backoff
+from asyncdist.base.backoff import Backoff, Sleep
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.base.error_text import describe_error
@@ -74,9 +73,7 @@ class ConnectRetry(Backoff):
 
     __slots__ = ("_begun", "_has_told", "_num_tls_rejections", "_reason", "host", "port")
 
-    def __init__(
-        self, host: str, port: int, timeout: Timeout, *, sleep: Callable[[float], object] | None = None
-    ) -> None:
+    def __init__(self, host: str, port: int, timeout: Timeout, *, sleep: Sleep | None = None) -> None:
         if not host.startswith("/") and not (hasattr(port, "__index__") and 0 <= port < 1 << 16):
             raise AddressError(f"a store cannot have the port {port!r}: ports go from 1 to 65535")
         super().__init__(FIRST_PAUSE, LONGEST_PAUSE, Deadline.after(timeout), sleep=sleep)
@@ -156,7 +153,7 @@ class ReconnectPolicy:
         host: str,
         port: int,
         patience: float,
-        sleep: Callable[[float], object] | None = None,
+        sleep: Sleep | None = None,
     ) -> None:
         self.patience = patience
         self._protocol = protocol

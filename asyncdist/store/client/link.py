@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import cast
 
 from asyncdist.base import lifecycle
+from asyncdist.base.callables import Callback
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import describe_error
 from asyncdist.errors import AuthenticationError, ProtocolError
@@ -227,7 +228,7 @@ class StoreConnection(asyncio.Protocol):
         self._corked = False
         self._flush()
 
-    def _guard(self, call: Callable[[], None]) -> None:
+    def _guard(self, call: Callback) -> None:
         try:
             call()
         except BaseException as error:

@@ -22,11 +22,12 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
+from asyncdist.base.callables import Callback
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.descriptors import ClosingOnError, open_trusted
 from asyncdist.errors import AddressError, AsyncdistError, StoreError
@@ -55,7 +56,7 @@ class LockedFile:
         self.on_a_network = kind not in _ONE_HOST  # other hosts see a write only after fsync
         self.locks_reach_other_hosts = options.isdisjoint(_LOCKS_STAY_HERE)
 
-    def open(self, begin: Callable[[], object]) -> None:
+    def open(self, begin: Callback) -> None:
         """Open the file, and call ``begin`` while holding its lock."""
         path = self.path
         for _ in range(_OPENINGS):

@@ -11,11 +11,11 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncdist.base.callables import Supplier
 from asyncdist.base.daemon_threads import DaemonThreadPool, start_daemon_thread
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
@@ -115,7 +115,7 @@ class GroupCommit:
         server.lineage = journal.lineage
         return durability
 
-    def _gather(self) -> Callable[[], Contents]:
+    def _gather(self) -> Supplier[Contents]:
         """Return a function that makes, in any thread, a copy of what a later server needs of the present state."""
         contents, members = self._server.state.gather(), self._server.sessions.gather()
 
@@ -185,7 +185,7 @@ class GroupCommit:
         return self.journal.rotate() if rotate else 0
 
     def _written(
-        self, held: list[tuple[ReplyReceiver, bytes]], gather: Callable[[], Contents] | None, job: asyncio.Future[int]
+        self, held: list[tuple[ReplyReceiver, bytes]], gather: Supplier[Contents] | None, job: asyncio.Future[int]
     ) -> None:
         self._writing = None
         if self._limit_timer is not None:
@@ -260,7 +260,7 @@ class GroupCommit:
     def _wants_compaction(self) -> bool:
         return self._snapshot is None and not self._closing and self.journal.wants_compaction
 
-    def _begin_snapshot(self, number: int, gather: Callable[[], Contents]) -> None:
+    def _begin_snapshot(self, number: int, gather: Supplier[Contents]) -> None:
         def job() -> None:
             self.journal.write_snapshot(number, gather(), self._pause_snapshot)
 

@@ -19,11 +19,11 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from asyncdist.base import lifecycle
+from asyncdist.base.callables import Predicate
 from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.errors import JournalError, ProtocolError
 from asyncdist.store.persistence import log_format
@@ -109,7 +109,7 @@ class Journal:
         self._nbytes = 0
         return self._number
 
-    def write_snapshot(self, number: int, contents: Contents, pause: Callable[[], bool]) -> None:
+    def write_snapshot(self, number: int, contents: Contents, pause: Predicate) -> None:
         """Write the contents of the store when segment ``number`` was begun, then remove the older files.
 
         ``pause`` is called after each frame, to let other threads run; if it returns False, the snapshot is aborted.
@@ -300,7 +300,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _write_snapshot(path: Path, contents: Contents, pause: Callable[[], bool]) -> int:
+def _write_snapshot(path: Path, contents: Contents, pause: Predicate) -> int:
     """Write a snapshot to disk and return its length; 0 if it was aborted."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -7,10 +7,11 @@ It serves one GET or HEAD per connection. A store whose journal has failed answe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from asyncdist.base.callables import Supplier
 from asyncdist.errors import UsageError
 from asyncdist.store.server import listener
 from asyncdist.store.server.server import StoreServer
@@ -47,7 +48,7 @@ class Metrics:
 
     _server: asyncio.Server
 
-    def __init__(self, store: StoreServer, port: int, render: Callable[[], bytes]) -> None:
+    def __init__(self, store: StoreServer, port: int, render: Supplier[bytes]) -> None:
         self.port = port
         self._store = store
         self._render = render

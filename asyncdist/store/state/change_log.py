@@ -22,12 +22,13 @@ A change is the result of a request, so that replay neither needs the state mach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
 
 import msgpack
 
+from asyncdist.base.callables import Callback
 from asyncdist.errors import ProtocolError
 from asyncdist.store.protocol.long_messages import LONG_NBYTES
 from asyncdist.store.protocol.operations import OperationKind
@@ -95,10 +96,10 @@ class ChangeLog:
     def __init__(self) -> None:
         self.pending = False
         self.recording = False
-        self._wake: Callable[[], None] = lambda: None
+        self._wake: Callback = lambda: None
         self._body = _Body()
 
-    def start(self, wake: Callable[[], None]) -> None:
+    def start(self, wake: Callback) -> None:
         """Record from now on. ``wake`` is called at the first change after each `take`."""
         self.recording, self._wake = True, wake
 

@@ -7,8 +7,7 @@ stops keeping it. There is no clock here: the server calls `Leases.expired` when
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from asyncdist.base.callables import Callback, Supplier
 from asyncdist.store.protocol.operations import Client, Reason
 from asyncdist.store.state.change_log import Change, ChangeLog
 from asyncdist.store.state.model import NO_REPLY, Place, RequestRefused, drop_from, named
@@ -24,7 +23,7 @@ class Lease:
         self.keepers: dict[Client, None] = {}
         self.keys: dict[str, None] = {}
         self.prefix = prefix
-        self.at_end: list[Callable[[], None]] = []
+        self.at_end: list[Callback] = []
 
 
 class Leases:
@@ -102,7 +101,7 @@ class Leases:
             self._share(prefix, client)
             self._requests.resolve(place, None)
 
-    def at_end(self, client: Client, prefix: str, callback: Callable[[], None]) -> None:
+    def at_end(self, client: Client, prefix: str, callback: Callback) -> None:
         """Call ``callback`` at the end of the lease on ``prefix``. Raises RequestRefused if the client does not keep it."""
         lease = self._of_prefix.get(prefix)
         if lease is None or client not in lease.keepers:
@@ -153,7 +152,7 @@ class Leases:
 
     # -- ends of a server -------------------------------------------------------------------------
 
-    def attached(self) -> Callable[[], dict[str, bytes]]:
+    def attached(self) -> Supplier[dict[str, bytes]]:
         """Return a function that makes, in any thread, a table of the clients' identities by present ephemeral key.
 
         A client without an identity ends with the server.

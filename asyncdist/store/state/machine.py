@@ -16,10 +16,10 @@ name: `KeySpace`, `Waiters`, `Queues`, `Barriers`, `OpenStreams`, `Leases`. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from asyncdist.base.callables import AnyFunction, Supplier
 from asyncdist.store.protocol.operations import Client, Op, OperationKind, Reply
 from asyncdist.store.state.change_log import ChangeLog
 from asyncdist.store.state.key_space import Barriers, KeySpace
@@ -48,7 +48,7 @@ class StoreState:
         self.barriers = Barriers(limits, self.requests, self.keys)
         self._waiters = waiters
         self._identities: dict[Client, bytes] = {}
-        self._immediate: dict[Op, Callable[..., Any]] = {
+        self._immediate: dict[Op, AnyFunction] = {
             Op.SET: self.keys.set,
             Op.ADD: self.keys.add,
             Op.CHECK: self.check,
@@ -62,7 +62,7 @@ class StoreState:
             Op.QUEUE_LEN: self.queues.length,
             Op.PUBLISH: self._streams.publish,
         }
-        self._of_place: dict[Op, Callable[..., Any]] = {
+        self._of_place: dict[Op, AnyFunction] = {
             Op.GET: self.keys.get,
             Op.MULTI_GET: self.keys.multi_get,
             Op.WAIT: self.wait,
@@ -203,7 +203,7 @@ class StoreState:
 
     # -- ends of a server -------------------------------------------------------------------------
 
-    def gather(self) -> Callable[[], Contents]:
+    def gather(self) -> Supplier[Contents]:
         """Return a function that makes, in any thread, a copy of the present contents, without client sessions.
 
         This call copies references only. The rest takes a second for millions of items.

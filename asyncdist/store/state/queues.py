@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
+from asyncdist.base.callables import Supplier
 from asyncdist.store.protocol.operations import Client, Reason
 from asyncdist.store.state.change_log import Change, ChangeLog
 from asyncdist.store.state.key_index import KeyIndex
@@ -192,7 +193,7 @@ class Queues:
 
     # -- ends of a server -------------------------------------------------------------------------
 
-    def gather(self) -> Callable[[], dict[str, dict[int, bytes]]]:
+    def gather(self) -> Supplier[dict[str, dict[int, bytes]]]:
         """Return a function that makes, in any thread, a copy of all present items by queue and serial number.
 
         Unconfirmed items are included.

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
 
+from asyncdist.base.callables import Supplier
 from asyncdist.store.protocol.operations import Client, OperationKind, Reply
 from asyncdist.store.state.change_log import Change, ChangeLog
 from asyncdist.store.state.model import KEPT_ANSWERS, KEPT_NBYTES, MemberContents, MemoryQuota, cost_of
@@ -97,7 +97,7 @@ class SessionTable:
     def get(self, identity: bytes) -> ClientSession | None:
         return self._sessions.get(identity)
 
-    def gather(self) -> Callable[[], dict[bytes, MemberContents]]:
+    def gather(self) -> Supplier[dict[bytes, MemberContents]]:
         gathered = {identity: session.gather() for identity, session in self._sessions.items()}
         return lambda: {
             identity: (lease, {request: (int(reply.kind), reply.value) for request, reply in answers.items()}, unsure)

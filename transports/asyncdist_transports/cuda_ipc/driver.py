@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.errors import TransportUnavailableError
 from asyncdist.kernel.transport.device_streams import cuda_missing
 
@@ -88,7 +89,7 @@ class Driver:
                 self._allocations[number.value] = found
         return found
 
-    def _ask(self, question: Callable[..., int], *arguments: Any) -> None:
+    def _ask(self, question: AnyFunction, *arguments: Any) -> None:
         """Call a function of the driver. Raises TransportUnavailableError if it reports an error."""
         status = question(*arguments)
         if status == _INVALID_CONTEXT:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
 from asyncdist.kernel.memory.buffers import Memory
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic, divide
@@ -125,7 +126,7 @@ class Nccl(DeviceCollectives):
         if context is not None:
             context.inherited[self.name] = part
 
-    def _create(self, make: Callable[[], Any], context: DeviceContext) -> Communicator:
+    def _create(self, make: AnyFunction, context: DeviceContext) -> Communicator:
         """Create a communicator for the stream of ``context``; raise if that takes too long or the group fails."""
         rank = self.context.host.member_ids[self.context.rank]
         made = Communicator(self._bindings, context.streams, make, [self._barrier_call], rank)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
 from asyncdist.base import lifecycle
+from asyncdist.base.callables import AnyFunction
 from asyncdist.base.daemon_threads import start_daemon_thread
 from asyncdist.base.lifecycle import WeakRegistry
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
@@ -53,7 +54,7 @@ class Communicator:
     """
 
     def __init__(
-        self, bindings: Bindings, streams: Streams, make: Callable[[], Any], first: Sequence[Call], rank: int
+        self, bindings: Bindings, streams: Streams, make: AnyFunction, first: Sequence[Call], rank: int
     ) -> None:
         self._bindings, self._rank = bindings, rank
         self._streams, self._stream = streams, streams.handle
@@ -139,7 +140,7 @@ class Communicator:
         """Destroy the communicator when the device has completed the queued work. Returns at once."""
         self._ending.set()
 
-    def _run(self, make: Callable[[], Any], first: Sequence[Call]) -> None:
+    def _run(self, make: AnyFunction, first: Sequence[Call]) -> None:
         try:
             # The context selects the device, too.
             with self._streams.on_comm_stream():
