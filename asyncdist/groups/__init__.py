@@ -11,16 +11,6 @@ from asyncdist.groups.subgroups import NonMember
 from asyncdist.groups.world import World, discard_world, open_world
 
 __all__ = [
-    "AnyGroup",
-    "BackgroundCall",
-    "Group",
-    "NonMember",
-    "Procedure",
-    "State",
-    "World",
-    "default_group",
-    "discard_world",
-    "is_initialized",
-    "open_world",
-    "resolve_group",
-]
+    "AnyGroup", "BackgroundCall", "Group", "NonMember", "Procedure", "State", "World", "default_group", "discard_world",
+    "is_initialized", "open_world", "resolve_group",
+]  # fmt: skip

@@ -49,21 +49,7 @@ from asyncdist.net.security.handshake import Security, accept, dial_tcp
 from asyncdist.net.security.tls import rank_contexts
 
 __all__ = [
-    "ACCEPT_AGAIN",
-    "SHORT_NBYTES",
-    "Acceptor",
-    "ChannelAddress",
-    "ChannelHandler",
-    "ChannelPort",
-    "EvictingQueue",
-    "Greeting",
-    "IncomingMessage",
-    "LoopSocket",
-    "OutgoingMessage",
-    "PeerChannel",
-    "Security",
-    "accept",
-    "dial_tcp",
-    "listen_tcp",
-    "rank_contexts",
-]
+    "ACCEPT_AGAIN", "SHORT_NBYTES", "Acceptor", "ChannelAddress", "ChannelHandler", "ChannelPort", "EvictingQueue",
+    "Greeting", "IncomingMessage", "LoopSocket", "OutgoingMessage", "PeerChannel", "Security", "accept", "dial_tcp",
+    "listen_tcp", "rank_contexts",
+]  # fmt: skip

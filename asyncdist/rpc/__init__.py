@@ -40,31 +40,11 @@ from asyncdist.rpc.training import RemoteModule, RemoteOptimizer, ServedModule, 
 from asyncdist.store import AsyncStoreBase
 
 __all__ = [
-    "CallError",
-    "CallRefusedError",
-    "CallStream",
-    "CallTimeoutError",
-    "CalleeLostError",
-    "NameNotFoundError",
-    "OverloadedError",
-    "PartialError",
-    "RemoteCall",
-    "RemoteError",
-    "RemoteModule",
-    "RemoteObject",
-    "RemoteObjects",
-    "RemoteOptimizer",
-    "RemoteReference",
-    "ResultError",
-    "RpcSession",
-    "ServedModule",
-    "backward",
-    "connect",
-    "find",
-    "find_all",
-    "refer",
-    "serve",
-]
+    "CallError", "CallRefusedError", "CallStream", "CallTimeoutError", "CalleeLostError", "NameNotFoundError",
+    "OverloadedError", "PartialError", "RemoteCall", "RemoteError", "RemoteModule", "RemoteObject", "RemoteObjects",
+    "RemoteOptimizer", "RemoteReference", "ResultError", "RpcSession", "ServedModule", "backward", "connect", "find",
+    "find_all", "refer", "serve",
+]  # fmt: skip
 
 
 def serve(

@@ -37,16 +37,6 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "AsyncPrefixStore",
-    "AsyncStore",
-    "AsyncStoreBase",
-    "AsyncSubscription",
-    "FileStore",
-    "HashStore",
-    "PrefixStore",
-    "Store",
-    "StoreServer",
-    "Subscription",
-    "TCPStore",
-    "serve",
-]
+    "AsyncPrefixStore", "AsyncStore", "AsyncStoreBase", "AsyncSubscription", "FileStore", "HashStore", "PrefixStore",
+    "Store", "StoreServer", "Subscription", "TCPStore", "serve",
+]  # fmt: skip

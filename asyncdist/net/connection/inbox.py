@@ -65,21 +65,9 @@ class Inbox:
     """
 
     __slots__ = (
-        "_chunk",
-        "_chunk_left",
-        "_descriptors",
-        "_most_open",
-        "_open",
-        "_owner",
-        "_rest",
-        "_slots",
-        "_staged",
-        "_wanted",
-        "heard",
-        "is_closed",
-        "most_nbytes",
-        "room",
-    )
+        "_chunk", "_chunk_left", "_descriptors", "_most_open", "_open", "_owner", "_rest", "_slots", "_staged",
+        "_wanted", "heard", "is_closed", "most_nbytes", "room",
+    )  # fmt: skip
 
     def __init__(self, owner: InboxOwner, *, most_nbytes: int, most_open: int = 1 << 16) -> None:
         self._owner, self._most_open = owner, most_open

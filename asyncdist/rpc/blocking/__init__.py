@@ -18,18 +18,6 @@ from asyncdist.rpc.blocking.training import BlockingRemoteModule as RemoteModule
 from asyncdist.rpc.blocking.training import DistributedOptimizer
 
 __all__ = [
-    "BackendType",
-    "DistributedOptimizer",
-    "RRef",
-    "RemoteModule",
-    "TensorPipeRpcBackendOptions",
-    "WorkerInfo",
-    "functions",
-    "get_worker_info",
-    "init_rpc",
-    "is_available",
-    "remote",
-    "rpc_async",
-    "rpc_sync",
-    "shutdown",
-]
+    "BackendType", "DistributedOptimizer", "RRef", "RemoteModule", "TensorPipeRpcBackendOptions", "WorkerInfo",
+    "functions", "get_worker_info", "init_rpc", "is_available", "remote", "rpc_async", "rpc_sync", "shutdown",
+]  # fmt: skip

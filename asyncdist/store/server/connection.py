@@ -84,18 +84,9 @@ class ServerConnection(asyncio.Protocol, ABC):
     """
 
     __slots__ = (
-        "__weakref__",
-        "_closing",
-        "_held_nbytes",
-        "_out",
-        "_out_nbytes",
-        "_server",
-        "_transport",
-        "_write_paused",
-        "_yielding",
-        "paused",
-        "peer",
-    )
+        "__weakref__", "_closing", "_held_nbytes", "_out", "_out_nbytes", "_server", "_transport", "_write_paused",
+        "_yielding", "paused", "peer",
+    )  # fmt: skip
 
     def __init__(self, server: ServerContext, transport: asyncio.Transport | None = None, peer: str = "?") -> None:
         self.peer = peer

@@ -62,19 +62,9 @@ class Session(ServerConnection, InboxOwner):
     """One authenticated client of this package's protocol."""
 
     __slots__ = (
-        "_has_heard",
-        "_has_sent",
-        "_host_watch",
-        "_inbox",
-        "_last_before",
-        "_parts",
-        "_published_nbytes",
-        "_published_queued_nbytes",
-        "_queued",
-        "_queued_nbytes",
-        "_todo",
-        "client_session",
-    )
+        "_has_heard", "_has_sent", "_host_watch", "_inbox", "_last_before", "_parts", "_published_nbytes",
+        "_published_queued_nbytes", "_queued", "_queued_nbytes", "_todo", "client_session",
+    )  # fmt: skip
 
     def __init__(self, server: ServerContext, transport: asyncio.Transport, peer: str) -> None:
         super().__init__(server, transport, peer)
