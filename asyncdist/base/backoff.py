@@ -40,12 +40,7 @@ class Backoff:
     __slots__ = ("_attempt", "_first", "_longest", "_pause", "_sleep", "deadline")
 
     def __init__(
-        self,
-        first: float,
-        longest: float,
-        deadline: Deadline | None = None,
-        *,
-        sleep: Sleep | None = None,
+        self, first: float, longest: float, deadline: Deadline | None = None, *, sleep: Sleep | None = None
     ) -> None:
         self._first = self._pause = first
         self._longest = longest

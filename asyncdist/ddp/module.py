@@ -318,10 +318,7 @@ class DistributedDataParallel(TorchNames):
 
     @contextlib.contextmanager
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Iterator[None]:
         """Let ranks run out of inputs at different times.
 

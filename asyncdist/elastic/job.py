@@ -74,11 +74,7 @@ class Job:
     """
 
     def __init__(
-        self,
-        store: AsyncStoreBase,
-        name: str,
-        arrived: Callable[[int], object] = bool,
-        replaced: Callback = bool,
+        self, store: AsyncStoreBase, name: str, arrived: Callable[[int], object] = bool, replaced: Callback = bool
     ) -> None:
         self.name = name
         self.store = AsyncPrefixStore(f"elastic/{key_part(name)}", store)

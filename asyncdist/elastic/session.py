@@ -30,13 +30,7 @@ from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.config import Config
 from asyncdist.elastic import founding
 from asyncdist.elastic.job import GenerationRecord, Job
-from asyncdist.errors import (
-    ExcludedError,
-    GroupError,
-    NoQuorumError,
-    NotInitializedError,
-    UsageError,
-)
+from asyncdist.errors import ExcludedError, GroupError, NoQuorumError, NotInitializedError, UsageError
 from asyncdist.groups import BackgroundCall, Group, State, World, discard_world, open_world
 from asyncdist.kernel import Work, completed, whole_number_of
 from asyncdist.rendezvous import daemon_address

@@ -21,13 +21,7 @@ from asyncdist.errors import PeerLostError
 from asyncdist.net.acceptor import Acceptor
 from asyncdist.net.busy_poll import AdaptiveBusyPoll
 from asyncdist.net.connection.channel import ChannelHandler, PeerChannel
-from asyncdist.net.connection.handshake import (
-    ChannelAddress,
-    Greeting,
-    accept,
-    dial,
-    this_place,
-)
+from asyncdist.net.connection.handshake import ChannelAddress, Greeting, accept, dial, this_place
 from asyncdist.net.connection.liveness import ChannelLiveness
 from asyncdist.net.connection.staging import can_stage
 from asyncdist.net.listening import listen, listen_tcp

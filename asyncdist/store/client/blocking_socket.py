@@ -123,11 +123,7 @@ class BlockingSocket:
 
 
 def open_blocking_socket(
-    host: str,
-    port: int,
-    tls: ssl.SSLContext | None,
-    deadline: Deadline,
-    heartbeat: float,
+    host: str, port: int, tls: ssl.SSLContext | None, deadline: Deadline, heartbeat: float
 ) -> BlockingSocket:
     """Connect, without the TLS handshake (`secure`). Over a Unix socket there is no TLS.
 

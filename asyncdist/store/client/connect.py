@@ -148,12 +148,7 @@ class ReconnectPolicy:
     """
 
     def __init__(
-        self,
-        protocol: ClientProtocol,
-        host: str,
-        port: int,
-        patience: float,
-        sleep: Sleep | None = None,
+        self, protocol: ClientProtocol, host: str, port: int, patience: float, sleep: Sleep | None = None
     ) -> None:
         self.patience = patience
         self._protocol = protocol

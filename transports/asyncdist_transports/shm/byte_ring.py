@@ -25,12 +25,7 @@ class _RingEnd:
     _word: ClassVar[int]
 
     def __init__(
-        self,
-        memory: memoryview,
-        own_words: memoryview,
-        peer_words: memoryview,
-        fence: Fence,
-        wake_peer: Callback,
+        self, memory: memoryview, own_words: memoryview, peer_words: memoryview, fence: Fence, wake_peer: Callback
     ) -> None:
         self._memory, self._own_words, self._peer_words = memory, own_words, peer_words
         self._fence, self._wake_peer = fence, wake_peer
