@@ -9,7 +9,7 @@ store      the store against torch's TCPStore
 weights    how fast published weights reach their readers
 
 All have one form. `grid` has the cases, contenders and samples of a run, its JSON and its tables; `benchmark` makes the
-command from a plan; `laboratory` starts the processes, which `processes` forks (tests use it and `stopwatch`). The
+command from a plan; `laboratory` starts the processes, which `processes` forks (tests use it). The
 `benchmark` in each folder says its plan, its cases and the columns of its page; other modules say what its processes do.
 ``asyncdist bench``, in the package, measures collectives.
 """

@@ -31,8 +31,6 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.stopwatch import Stopwatch, stood_in_line
-
 ORIGIN = "PYTEST_NURSERY_ORIGIN"
 """The variable with the address of the `Origin` of all nurseries."""
 PATIENCE = 60.0
@@ -142,7 +140,8 @@ class Nursery:
             with theirs:
                 self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._statuses: dict[int, int] = {}
-        self._waited: dict[int, float] = {}
+        self.waited: dict[int, float] = {}
+        """By process id of the ranks that have ended: for how many seconds each has waited for a processor."""
         self._ranks: list[RankProcess] = []
         self._has_imported = False
 
@@ -180,27 +179,26 @@ class Nursery:
             event, pid, status, waited = self._control.recv()
             self._has_imported = True
             if event == "ended":
-                self._statuses[pid], self._waited[pid] = status, waited
+                self._statuses[pid], self.waited[pid] = status, waited
             if event == expected:
                 return int(pid)
 
-    def stopwatch(self) -> Stopwatch:
-        """Return a stopwatch that begins now, for all ranks that have not ended."""
-        running = (rank.pid for rank in self._ranks if rank.pid not in self._statuses)
-        return Stopwatch(*running, ended=self._waited)
+    @property
+    def running(self) -> list[RankProcess]:
+        """The ranks that have not ended, as far as the nursery has told."""
+        return [rank for rank in self._ranks if rank.pid not in self._statuses]
 
     def clear(self) -> None:
         """Kill the ranks that still run, and wait until they end. Call it at the end of each test."""
-        for rank in self._ranks:
-            if rank.pid not in self._statuses:
-                with contextlib.suppress(ProcessLookupError):
-                    rank.kill()
+        for rank in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                rank.kill()
         for rank in self._ranks:
             rank.wait()
             rank.close()
         self._ranks.clear()
         self._statuses.clear()
-        self._waited.clear()
+        self.waited.clear()
 
     def close(self) -> None:
         """Kill the ranks that still run, and end the forking process."""
@@ -288,12 +286,19 @@ def _serve(control: Connection) -> _Job | None:
 
 def _report_ended(control: Connection, children: set[int]) -> None:
     for child in list(children):
-        waited = stood_in_line(child)  # unknown after waitpid
+        waited = 0.0
+        with contextlib.suppress(OSError):  # unknown after waitpid
+            waited = waiting_time(Path(f"/proc/{child}/task/{child}"))
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid != 0:
             children.discard(pid)
             with contextlib.suppress(BrokenPipeError):
                 control.send(("ended", pid, os.waitstatus_to_exitcode(status), waited))
+
+
+def waiting_time(thread: Path) -> float:
+    """Return for how many seconds a thread, a folder of Linux, has waited for a processor. Raises OSError."""
+    return int((thread / "schedstat").read_text().split()[1]) / 1e9
 
 
 def _import(names: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ import pytest_asyncio
 
 from asyncdist.base.background_loop import background_loop, observing_loop
 from benchmarks.processes import ORIGIN, Nursery, Origin
-from benchmarks.stopwatch import Stopwatch
+from tests.support.stopwatch import Stopwatch
 
 PATIENCE = 5.0
 """Seconds for threads, descriptors and processes to end after a test, without time spent waiting for a processor."""

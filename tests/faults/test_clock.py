@@ -10,7 +10,7 @@ import asyncdist
 from asyncdist.errors import OperationTimeoutError, RendezvousTimeoutError, StoreTimeoutError
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
-from benchmarks.stopwatch import Stopwatch
+from tests.support.stopwatch import Stopwatch
 
 
 @pytest.fixture(params=[1e9, -1e9, 0.0], ids=["ahead", "back", "stopped"])

@@ -10,8 +10,8 @@ import torch
 from asyncdist.config import Config
 from asyncdist.errors import GroupAbortedError, GroupError, PeerLostError
 from asyncdist.testing.cluster import world_of
-from benchmarks.stopwatch import Stopwatch
 from tests.support.faults import proxied_world
+from tests.support.stopwatch import Stopwatch
 
 HEARTBEAT = 0.5
 COUNT = 4_000_000

@@ -17,9 +17,9 @@ import torch
 from asyncdist.config import Config
 from asyncdist.errors import GroupAbortedError, OperationTimeoutError, PeerLostError
 from asyncdist.testing.cluster import world_of
-from benchmarks.stopwatch import Stopwatch
 from tests.support.faults import proxied_world
 from tests.support.ports import free_port
+from tests.support.stopwatch import Stopwatch
 
 # Magic and nonce.
 GREETING = 12 + 32

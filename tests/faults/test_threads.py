@@ -10,8 +10,8 @@ import torch
 
 from asyncdist.errors import AsyncdistError, GroupAbortedError, GroupError, NotInitializedError, PeerLostError
 from asyncdist_transports.byte_stream import Reader, Writer
-from benchmarks.stopwatch import Stopwatch
 from tests.support.faults import proxied_world
+from tests.support.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.each_loop
 

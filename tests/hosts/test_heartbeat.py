@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.stopwatch import Stopwatch
 from tests.hosts.conftest import Job
+from tests.support.stopwatch import Stopwatch
 
 
 @pytest.fixture

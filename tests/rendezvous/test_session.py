@@ -20,11 +20,11 @@ from asyncdist.rendezvous.record_store import AddressRecord
 from asyncdist.store import AsyncPrefixStore, AsyncStore, HashStore, StoreServer, TCPStore
 from asyncdist.store.client import connect as dialling
 from asyncdist.store.protocol.c10d import Code
-from benchmarks.stopwatch import Stopwatch
 from tests.support.c10d_peer import Peer
 from tests.support.faults import Proxy
 from tests.support.ports import free_port
 from tests.support.rendezvous_stores import BLOCKING_STORES
+from tests.support.stopwatch import Stopwatch
 
 LONG = 60.0
 

@@ -32,7 +32,7 @@ from asyncdist.groups.group import Group
 from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.kernel.transport import registry
 from asyncdist.net.security.auth import Handshake, HandshakeDriver, dial
-from benchmarks.stopwatch import Stopwatch
+from tests.support.stopwatch import Stopwatch
 
 T = TypeVar("T")
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.stopwatch import Stopwatch
+
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_sums.py"
 ROUNDS = int(os.environ.get("ASYNCDIST_TEST_KILLS", "300"))
@@ -59,7 +61,7 @@ def test_ranks_killed_at_random_points_cause_no_hang_leak_or_wrong_sum(nursery, 
             victim.hear()
         # The test varies the moment of the death.
         time.sleep(chance.uniform(0, LONGEST[when]))
-        since = nursery.stopwatch()
+        since = Stopwatch.of(nursery)
         victim.kill()
         for survivor in survivors:
             said = survivor.hear()

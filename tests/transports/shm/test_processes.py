@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncdist.store import TCPStore
+from tests.support.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_waits.py"
@@ -50,7 +51,7 @@ def test_waiting_for_stopped_rank_sleeps_until_deadline(nursery, start):
     waiting, stopped = start("wait_for_a_stopped_rank")
     assert [waiting.hear(), stopped.hear()] == ["warm", "warm"]
     stopped.stop()
-    since = nursery.stopwatch()
+    since = Stopwatch.of(nursery)
     waiting.say("go")
     kind, peers, took, over, used, wake_ups = waiting.hear()
     assert (kind, tuple(peers)) == ("OperationTimeoutError", (1,))
@@ -67,7 +68,7 @@ def test_rank_death_is_noticed_while_its_forked_child_lives(nursery, start):
     child = victim.hear()
     try:
         survivor.say("go")
-        since = nursery.stopwatch()
+        since = Stopwatch.of(nursery)
         victim.kill()
         kind, peer, at = survivor.hear()
         assert (kind, peer) == ("PeerLostError", 1)

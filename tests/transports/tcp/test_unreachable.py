@@ -13,7 +13,7 @@ from asyncdist.errors import PeerLostError
 from asyncdist.testing.cluster import world_of
 from asyncdist_transports.tcp.connection import Outbound
 from asyncdist_transports.tcp.sockets import set_options
-from benchmarks.stopwatch import Stopwatch
+from tests.support.stopwatch import Stopwatch
 
 
 class Unreachable(socket.socket):

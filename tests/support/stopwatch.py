@@ -17,6 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
 from types import MappingProxyType
+from typing import Self
+
+from benchmarks.processes import Nursery, waiting_time
 
 _NONE: Mapping[int, float] = MappingProxyType({})
 
@@ -25,14 +28,19 @@ class Stopwatch:
     """Counts from its creation, for this process and the processes ``pids``.
 
     Linux reports for each thread how long it was runnable without running. On other systems all seconds count. Time in
-    which a process sleeps always counts. ``ended`` has the last value of `stood_in_line` of processes that have ended,
-    by process id.
+    which a process sleeps always counts. ``ended`` says for how many seconds the main threads of processes that
+    have ended have waited, by process id.
     """
 
     def __init__(self, *pids: int, ended: Mapping[int, float] = _NONE) -> None:
         self._pids, self._ended = {os.getpid(), *pids}, ended
         self._waited = self._waiting_seconds()
         self._began = monotonic()
+
+    @classmethod
+    def of(cls, nursery: Nursery) -> Self:
+        """Return a stopwatch that begins now, for all ranks of a nursery that have not ended."""
+        return cls(*(rank.pid for rank in nursery.running), ended=nursery.waited)
 
     def seconds(self, at: float | None = None) -> float:
         """Return the seconds until now, or until the monotonic time ``at``, which another process may have measured."""
@@ -46,15 +54,8 @@ class Stopwatch:
         for pid in self._pids:
             for thread in _threads(pid):
                 with contextlib.suppress(OSError):  # the thread has ended
-                    waited[thread] = _waiting_time(thread)
+                    waited[thread] = waiting_time(thread)
         return waited
-
-
-def stood_in_line(pid: int) -> float:
-    """Return for how many seconds the main thread of a process has waited for a processor; 0 if that is unknown."""
-    with contextlib.suppress(OSError):
-        return _waiting_time(_main_thread(pid))
-    return 0.0
 
 
 def _threads(pid: int) -> list[Path]:
@@ -65,7 +66,3 @@ def _threads(pid: int) -> list[Path]:
 
 def _main_thread(pid: int) -> Path:
     return Path(f"/proc/{pid}/task/{pid}")
-
-
-def _waiting_time(thread: Path) -> float:
-    return int((thread / "schedstat").read_text().split()[1]) / 1e9

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import Nursery
-from benchmarks.stopwatch import Stopwatch
+from tests.support.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/schedstat").exists(), reason="the kernel does not report waiting time"
@@ -81,6 +81,6 @@ def test_waiting_time_of_ended_process_is_known(tmp_path):
     with Nursery(()) as nursery:
         ranks = [nursery.start(program, "spin", core, 0.3) for _ in range(2)]
         assert [rank.hear() for rank in ranks] == ["started"] * 2
-        since, before = nursery.stopwatch(), time.monotonic()
+        since, before = Stopwatch.of(nursery), time.monotonic()
         assert [rank.wait() for rank in ranks] == [0, 0]
         assert time.monotonic() - before - since.seconds() > 0.2
