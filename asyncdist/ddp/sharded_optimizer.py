@@ -22,6 +22,7 @@ from asyncdist.ddp.torch_class.names import counted_group
 from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.groups import AnyGroup, Group
 from asyncdist.kernel import Work, c10d_private, whole_number_of
+from asyncdist.kernel.torch_private import pytree as tree
 
 log = logging.getLogger("asyncdist")
 
@@ -404,10 +405,4 @@ class ZeroRedundancyOptimizer(Optimizer):
 
 def _on_cpu(value: Any) -> Any:
     """Return plain data with copies of its tensors on the CPU."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {name: _on_cpu(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_on_cpu(each) for each in value)
-    return value
+    return tree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), value)

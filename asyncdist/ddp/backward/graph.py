@@ -26,13 +26,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
-def accumulates(node: Any) -> bool:
-    """Return whether this backward accumulates a node's gradient into ``grad``, as `torch.autograd.grad` does not."""
+def accumulates(node: Any) -> bool | None:
+    """Return whether the backward accumulates a node's gradient into ``grad``; None if `torch.autograd.grad` returns it."""
     # torch raises RuntimeError for leaves inside `torch.autograd.grad`.
     try:
         return torch_private.will_execute_node(node)
     except RuntimeError:
-        return False
+        return None
 
 
 def refuse_silent_gradients(names: Sequence[str], parameters: Sequence[torch.nn.Parameter], *, hooked: bool) -> None:
@@ -43,7 +43,11 @@ def refuse_silent_gradients(names: Sequence[str], parameters: Sequence[torch.nn.
 
     If the parameters have no hooks (``hooked``), gradients that are accumulated are not refused.
     """
-    found = [(name, _accumulated(each)) for name, each in zip(names, parameters, strict=True) if each.requires_grad]
+    found = [
+        (name, accumulates(torch.autograd.graph.get_gradient_edge(each).node))
+        for name, each in zip(names, parameters, strict=True)
+        if each.requires_grad
+    ]
     lost = [name for name, accumulated in found if accumulated]
     if lost and hooked:
         raise GradientError(
@@ -59,16 +63,6 @@ def refuse_silent_gradients(names: Sequence[str], parameters: Sequence[torch.nn.
             "differentiate the output of model.module",
             returned,
         )
-
-
-def _accumulated(parameter: torch.nn.Parameter) -> bool | None:
-    """Return whether the backward that ends has accumulated a gradient; None if `torch.autograd.grad` returns it."""
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
-    # torch raises RuntimeError for leaves whose gradients `torch.autograd.grad` returns.
-    try:
-        return torch_private.will_execute_node(node)
-    except RuntimeError:
-        return None
 
 
 def refuse_distributed_autograd(names: Sequence[str]) -> None:
