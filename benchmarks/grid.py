@@ -180,6 +180,10 @@ def figure(value: float, unit: str) -> str:
     return duration(value) if unit == "s" else f"{value:,.0f}/s" if unit == "/s" else f"{value:.3g} {unit}"
 
 
+def mib(nbytes: float, sign: str = "") -> str:
+    return f"{nbytes / (1 << 20):{sign}.1f} MiB"
+
+
 def times_at_least(limit: float, contender: str, than: str) -> Target:
     """Return the target of a contender that should be so many times better than another."""
     return Target(limit, lambda case: case.times_better(contender, than) or 0.0, lambda ratio: f"{ratio:g}×", True)

@@ -58,6 +58,14 @@ class Laboratory:
         """Start a process that calls ``function(test, *args)`` of the program, on this machine or on a host."""
         return self._start(self._program, function, args, host, environment)
 
+    def end(self, processes: Sequence[RankProcess]) -> None:
+        """Let processes end, wait for them, and end all others."""
+        for each in processes:
+            each.say("end")
+        for each in processes:
+            each.wait()
+        self.clear()
+
     def clear(self) -> None:
         """End all processes."""
         self._nursery.clear()

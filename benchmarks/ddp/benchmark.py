@@ -18,7 +18,7 @@ from asyncdist.cli.option_types import Rate
 from asyncdist.cli.page import Column, Grid, duration, times
 from benchmarks.benchmark import Benchmark, option
 from benchmarks.ddp.names import ALONE, CONTENDERS, HEADS, KEPT, MODELS, ON_TWO_HOSTS, PARTS, STEPS
-from benchmarks.grid import Case, GridReport, Line, lines, spread
+from benchmarks.grid import Case, GridReport, Line, lines, mib, spread
 from benchmarks.laboratory import hear_all
 from benchmarks.processes import RankProcess
 
@@ -119,14 +119,6 @@ class DdpBenchmark(Benchmark[DdpPlan]):
             for rank in range(size)
         ]
 
-    def _end(self, ranks: Sequence[RankProcess]) -> None:
-        """Let ranks end, wait for them, and forget them."""
-        for each in ranks:
-            each.say("end")
-        for each in ranks:
-            each.wait()
-        self.laboratory.clear()
-
     def _is_possible(self, model: str) -> bool:
         is_possible = model != "tensor_parallel" or HEADS % self.plan.ranks == 0
         if not is_possible:
@@ -151,7 +143,7 @@ class DdpBenchmark(Benchmark[DdpPlan]):
             size = 2 if two_hosts else 1 if part == "small" else self.plan.ranks
             ranks = self._start("time_steps", size, model, contenders, self.plan.steps, two_hosts=two_hosts)
             (case.facts["gradient_nbytes"], found), *_ = hear_all(ranks, _PATIENCE)
-            self._end(ranks)
+            self.laboratory.end(ranks)
             for who, (seconds, hidden, forward, sent, note) in found.items():
                 further = {"hidden": median(hidden), "forward": median(forward)} if hidden else {}
                 case.add(who, median(seconds), sent=median(sent), **further)
@@ -177,7 +169,7 @@ class DdpBenchmark(Benchmark[DdpPlan]):
                     time.sleep(_SAMPLE)
                 case.facts["largest_bucket"][who] = max(hear_all(ranks, _PATIENCE))
                 case.add(who, (most - before) // len(ranks))
-                self._end(ranks)
+                self.laboratory.end(ranks)
         return cases
 
     def _few_exchanges(self) -> Case:
@@ -190,7 +182,7 @@ class DdpBenchmark(Benchmark[DdpPlan]):
                 arguments = who, self.plan.every, self.plan.outer_steps
                 ranks = self._start("train_with_few_exchanges", 2, *arguments, two_hosts=True)
                 (seconds, loss, sent, waited), *_ = hear_all(ranks, _PATIENCE)
-                self._end(ranks)
+                self.laboratory.end(ranks)
                 case.add(who, seconds, loss=loss, sent=sent, waited=waited)
         return case
 
@@ -286,15 +278,11 @@ def _hidden(line: Line) -> str:
     return f"{line[0].median(line[1], 'hidden'):.0%}" if line[0].of(line[1], "hidden") else "—"
 
 
-def _mib(nbytes: float, sign: str = "") -> str:
-    return f"{nbytes / (1 << 20):{sign}.1f} MiB"
-
-
 _MEMORY_COLUMNS: list[Column[Line]] = [
     *_who("model"),
-    ("peak", lambda line: _mib(line[0].median(line[1]))),
-    ("above alone", lambda line: _mib(line[0].median(line[1]) - line[0].median(ALONE), "+")),
-    ("largest bucket", lambda line: _mib(nbytes) if (nbytes := line[0].facts["largest_bucket"][line[1]]) else "—"),
+    ("peak", lambda line: mib(line[0].median(line[1]))),
+    ("above alone", lambda line: mib(line[0].median(line[1]) - line[0].median(ALONE), "+")),
+    ("largest bucket", lambda line: mib(nbytes) if (nbytes := line[0].facts["largest_bucket"][line[1]]) else "—"),
 ]
 _TRAINING_COLUMNS: list[Column[Line]] = [
     ("training", lambda line: _TRAINED[line[1]]),

@@ -78,10 +78,7 @@ class DevicesBenchmark(Benchmark[DevicesPlan]):
             for who, timing in timings.items():
                 case.add(who, timing.median, p99=timing.p99, returned=timing.returned)
             yield case
-        for each in ranks:
-            each.say("end")
-        for each in ranks:
-            each.wait()
+        self.laboratory.end(ranks)
 
     @classmethod
     def file_stem(cls, name: str, plan: DevicesPlan) -> str:

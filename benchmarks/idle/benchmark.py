@@ -13,7 +13,7 @@ import click
 
 from asyncdist.cli.page import Column, Grid
 from benchmarks.benchmark import Benchmark, option
-from benchmarks.grid import Case, GridReport, Line, lines
+from benchmarks.grid import Case, GridReport, Line, lines, mib
 from benchmarks.laboratory import HOST, hear_all
 
 CONTENDERS = ("shm,tcp", "tcp", "gloo")
@@ -65,11 +65,7 @@ class IdleBenchmark(Benchmark[IdlePlan]):
         for each in ranks:
             each.say("measure")
             found.append(each.hear())
-        for each in ranks:
-            each.say("end")
-        for each in ranks:
-            each.wait()
-        self.laboratory.clear()
+        self.laboratory.end(ranks)
         return found
 
     @staticmethod
@@ -106,15 +102,11 @@ class IdleBenchmark(Benchmark[IdlePlan]):
         ]
 
 
-def _mib(nbytes: float) -> str:
-    return f"{nbytes / (1 << 20):.1f} MiB"
-
-
 def _memory_column(quantity: str) -> Column[Line]:
     heading = (
         quantity.replace("imported", "import\n").replace("_", "") if "imported" in quantity else f"world\n{quantity}"
     )
-    return heading, lambda line: _mib(median(line[0].of(line[1], quantity)))
+    return heading, lambda line: mib(median(line[0].of(line[1], quantity)))
 
 
 _COLUMNS: list[Column[Line]] = [
@@ -139,5 +131,5 @@ def _mappings(case: Case) -> Grid:
     rows = []
     for who, found in case.facts["kept"].items():
         memory = sorted(found["world"]["memory"].items(), key=lambda item: -item[1]["Rss"])
-        rows += [[who, name, _mib(each["Rss"]), _mib(each["Private_Dirty"])] for name, each in memory[:_MOST_MAPPINGS]]
+        rows += [[who, name, mib(each["Rss"]), mib(each["Private_Dirty"])] for name, each in memory[:_MOST_MAPPINGS]]
     return Grid("Memory of the world by mapping", ["who", "mapping", "resident", "private"], rows, group_rows=True)

@@ -53,8 +53,7 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
                 world = self.laboratory.start("meet", self.plan.transport, size, self.plan.barriers)
                 found = world.hear(_PATIENCE)
                 case.add(_WHO, found.pop("processor"), **found)
-                world.say("end")
-                world.wait()
+                self.laboratory.end([world])
         if {32, 256} <= cases.keys():
             of_32 = cases[32].median(_WHO)
             cases[256].targets = [
