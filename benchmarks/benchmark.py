@@ -82,12 +82,10 @@ class Benchmark(ABC, Generic[PlanT]):
 
     @classmethod
     def page(cls, report: GridReport[PlanT]) -> Page:
-        """Return the page of a run."""
         return Page(cls.title, *cls.tables(report))
 
     @classmethod
     def picture(cls, report: GridReport[PlanT]) -> Figure:
-        """Return the picture of a run, if `has_picture`."""
         raise NotImplementedError
 
     @classmethod

@@ -38,7 +38,6 @@ class Target:
     allowance: float = 1.0
 
     def reached(self, case: Case) -> bool:
-        """Return whether a case has reached the target."""
         value = self.of(case)
         return value >= self.limit / self.allowance if self.at_least else value <= self.limit * self.allowance
 
@@ -76,7 +75,6 @@ class Case:
         return self.samples.get(contender, {}).get(quantity, [])
 
     def median(self, contender: str, quantity: str = FIGURE) -> float:
-        """Return the median of a measured quantity."""
         return median(self.of(contender, quantity))
 
     def ratios(self, contender: str, to: str, quantity: str = FIGURE) -> list[float]:
@@ -93,7 +91,6 @@ class Case:
 
     @property
     def reached(self) -> bool:
-        """Whether the case has reached its targets."""
         return all(target.reached(self) for target in self.targets)
 
     def as_json(self) -> dict[str, Any]:
@@ -176,7 +173,6 @@ def yes_or_no(case: Case) -> str:
 
 
 def figure(value: float, unit: str) -> str:
-    """Write a figure with its unit."""
     return duration(value) if unit == "s" else f"{value:,.0f}/s" if unit == "/s" else f"{value:.3g} {unit}"
 
 

@@ -123,7 +123,6 @@ def hear_all(processes: Sequence[RankProcess], limit: float = LIMIT) -> list[Any
 
 
 def run_on_host(test: Connection, namespace: str, program: str, function: str, *args: Any) -> None:
-    """Call a function of a program file on a host."""
     enter(namespace)
     runpy.run_path(program)[function](test, *args)
 

@@ -52,7 +52,6 @@ class Grid:
         return cls(title, headings, [[text(row) for _, text in columns] for row in rows], caption, group_rows)
 
     def table(self) -> Table:
-        """Return a rich table."""
         from rich import box
         from rich.table import Table
 
@@ -98,7 +97,6 @@ class Page:
     picture: str = ""
 
     def markdown(self) -> str:
-        """Return the page as Markdown."""
         parts = [f"# {self.title}", *self.about, *self.introduction]
         last = ""
         for grid in self.grids:

@@ -123,7 +123,6 @@ class CollectivesApi:
     """Whether calls return at once without ``async_op=True``; `BlockingApi` says False."""
 
     def _finish(self, work: Work, async_op: bool) -> Work:
-        """Return what a collective returns."""
         return work
 
     def _value(self, work: Work) -> Work:

@@ -254,7 +254,6 @@ class Caller:
         self._sent_nbytes += call.nbytes
 
     def _end_loan(self, call: RemoteCall) -> None:
-        """End the loan of a call that is not sent."""
         if call.loan is not None:
             self.loans.end(call.loan)
             call.loan = None

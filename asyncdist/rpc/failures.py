@@ -79,7 +79,6 @@ def _shortened(text: str) -> str:
 
 
 def failure_of(kind: int, texts: Sequence[Any], target: str, method: str, peer: str | int, timeout: float) -> CallError:
-    """Return the error of the caller."""
     words = [str(text) for text in texts]
     if kind == Failure.RAISED and len(words) == 3:
         return remote_error_class(words[0])(target, method, peer, *words)

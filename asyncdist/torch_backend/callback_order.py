@@ -138,7 +138,6 @@ _order_of: WeakKeyDictionary[Group, CallbackOrder] = WeakKeyDictionary()
 
 
 def order_of(group: Group) -> CallbackOrder:
-    """Return the order of the callbacks of a group."""
     order = _order_of.get(group)
     if order is None:
         order = _order_of[group] = CallbackOrder(f"{group.name} {group.channel.number:x}")

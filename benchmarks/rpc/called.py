@@ -12,19 +12,15 @@ class CalledObject:
     """An object that is called."""
 
     async def increment(self, number: int) -> int:
-        """Return the next number."""
         return number + 1
 
     async def count_bytes(self, tensor: Any) -> int:
-        """Return the size of a tensor."""
         return int(tensor.nbytes)
 
 
 def increment(number: int) -> int:
-    """Return the next number; torch's RPC calls functions."""
     return number + 1
 
 
 def count_bytes(tensor: Any) -> int:
-    """Return the size of a tensor."""
     return int(tensor.nbytes)

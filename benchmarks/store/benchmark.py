@@ -131,7 +131,6 @@ class StoreBenchmark(Benchmark[StorePlan]):
             server.process.wait()
 
     def start_clients(self, count: int) -> list[RankProcess]:
-        """Start ``count`` client processes."""
         return [self.laboratory.start("run_clients") for _ in range(count)]
 
     def _ask(self, workers: Sequence[RankProcess], *order: Any) -> list[Any]:

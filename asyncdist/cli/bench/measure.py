@@ -32,7 +32,6 @@ class TimedContender(NamedTuple):
 
     @classmethod
     def of(cls, contender: Contender, case: Traffic) -> TimedContender:
-        """Prepare the calls of a contender."""
         return cls(contender, case, contender.prepare(case))
 
     def verify(self, start: Callback) -> None:

@@ -126,7 +126,6 @@ class Report:
 
 
 def by_name(rows: Iterable[ResultRow]) -> dict[str, list[ResultRow]]:
-    """Return the rows by `ResultRow.name`."""
     found: dict[str, list[ResultRow]] = {}
     for row in rows:
         found.setdefault(row.name, []).append(row)

@@ -43,7 +43,6 @@ _EXPLANATION_OF_HOSTS = (
 
 
 def bench_page(report: Report) -> Page:
-    """Return the page of a run."""
     plan, stem = report.plan, file_stem(report.plan)
     meanings = "\n".join(_meaning(contender, plan) for contender in plan.contenders)
     return Page(
@@ -96,7 +95,6 @@ def _collective_grids(report: Report) -> Iterator[Grid]:
 
 
 def columns_of(plan: BenchPlan) -> list[Column]:
-    """Return the columns of the table of a collective."""
     columns: list[Column] = [("size", lambda row: size(row.nbytes) if row.nbytes else "—")]
     columns += [(_label(who), _median(who)) for who in plan.contenders]
     columns.insert(2, ("p99", lambda row: duration(row.blocking.p99)))

@@ -73,7 +73,6 @@ class PowerSGD:
 
     @staticmethod
     async def _average(tensors: list[torch.Tensor], group: Group) -> None:
-        """Average tensors in one all-reduce."""
         if tensors:
             joined = torch.cat([tensor.flatten() for tensor in tensors])
             await group.all_reduce(joined, ReduceOp.AVG)

@@ -343,7 +343,6 @@ class OuterTraining:
             self._group.changed = True
 
     def _drop_exchanges(self) -> list[_Future[Any]]:
-        """Cancel all exchanges, and return their futures."""
         pending = [exchange.outcome for exchange in self._exchanges]
         self._exchanges = []
         for outcome in pending:

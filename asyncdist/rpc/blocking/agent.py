@@ -77,7 +77,6 @@ class RpcAgent:
 
     @property
     def own_info(self) -> WorkerInfo:
-        """This worker."""
         return self.infos[self.meeting.rank]
 
     def info(self, to: str | int | WorkerInfo) -> WorkerInfo:
@@ -90,7 +89,6 @@ class RpcAgent:
         raise UsageError(f"there is no worker {to!r}; there are {', '.join(info.name for info in self.infos)}")
 
     def owner_of(self, reference: RemoteReference) -> WorkerInfo:
-        """Return the worker that has the object of a reference."""
         return self.infos[[worker.owner_id for worker in self.workers].index(reference.owner_id)]
 
     def limit(self, timeout: float) -> float:

@@ -234,7 +234,6 @@ class RRef(Referring, Generic[T]):
         self._info, self._reference = agent.own_info, _done(agent.session.refer(Held(value)))
 
     def owner(self) -> WorkerInfo:
-        """Return the worker that has the object."""
         return self._info
 
     def owner_name(self) -> str:

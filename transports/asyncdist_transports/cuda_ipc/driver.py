@@ -110,7 +110,6 @@ class Driver:
             return int(self._runtime.malloc(-(-nbytes // _GRANULARITY) * _GRANULARITY))
 
     def free(self, address: int) -> None:
-        """Free what `allocate` returned."""
         with torch.cuda.device(self._device):
             self._runtime.free(address)
 

@@ -76,7 +76,6 @@ class LocalPeer:
             pass
 
     def wake_if_asleep(self) -> None:
-        """Wake the peer if it sleeps."""
         if self.asleep[0]:
             self.signal()
 

@@ -81,7 +81,6 @@ class TcpTransport(Transport):
         return TcpLink(peer, (address["host"], address["port"]), self)
 
     def open(self, peer: int, lane: int, where: tuple[str, int]) -> Outbound:
-        """Start to open one lane to a peer."""
         connection = Outbound(peer, lane, where, self, self._dialling)
         self.connections[connection.fileno()] = connection
         return connection

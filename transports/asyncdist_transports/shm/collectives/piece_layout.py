@@ -58,5 +58,4 @@ class Pieces:
         self.slots.own_area(self.number, round_index, start, count, self.dtype).copy_(piece)
 
     def staged(self, rank: int, block: int, count: int, round_index: int) -> torch.Tensor:
-        """Return the piece that a member has staged in a round."""
         return self.slots.area(self.number, round_index, rank, self.head + block * self.stride, count, self.dtype)
