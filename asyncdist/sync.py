@@ -91,16 +91,7 @@ def init_process_group(
     world: World | None = None
     try:
         world = background_loop().run(
-            open_world(
-                backend=backend,
-                init_method=init_method,
-                timeout=timeout,
-                world_size=world_size,
-                rank=rank,
-                store=store,
-                name=group_name,
-                reports_dropped_works=True,
-            )
+            open_world(backend, init_method, timeout, world_size, rank, store, group_name, reports_dropped_works=True)
         )
     finally:
         default_world.end_initialization(world)
@@ -151,20 +142,12 @@ def process_group(
     """
     if _get_running_loop() is not None:
         refuse_await()
-    return _process_group(
-        backend=backend,
-        init_method=init_method,
-        timeout=timeout,
-        world_size=world_size,
-        rank=rank,
-        store=store,
-        name=group_name,
-    )
+    return _process_group(backend, init_method, timeout, world_size, rank, store, group_name)
 
 
 @contextmanager
-def _process_group(**options: Any) -> Iterator[Group]:
-    world = background_loop().run(open_world(**options, reports_dropped_works=True))
+def _process_group(*where: Any) -> Iterator[Group]:
+    world = background_loop().run(open_world(*where, reports_dropped_works=True))
     try:
         with default_world.independent(world) as group:
             yield group

@@ -66,30 +66,22 @@ def init_process_group(
     """
     # A plain function, so that the error of the next call can name the line of a forgotten await.
     default_world.note_unawaited_call(calling_line())
-    return _init_process_group(
-        enable_reconfigure,
-        backend=backend,
-        init_method=init_method,
-        timeout=timeout,
-        world_size=world_size,
-        rank=rank,
-        store=store,
-        name=group_name,
-    )
+    where = backend, init_method, timeout, world_size, rank, store, group_name
+    return _init_process_group(enable_reconfigure, *where)
 
 
-async def _init_process_group(enable_reconfigure: bool, **options: Any) -> None:
+async def _init_process_group(enable_reconfigure: bool, *where: Any) -> None:
     default_world.begin_initialization(enable_reconfigure)
     world: World | None = None
     try:
-        world = await _open(**options)
+        world = await _open(*where)
     finally:
         default_world.end_initialization(world)
 
 
-async def _open(**options: Any) -> World:
+async def _open(*where: Any) -> World:
     loop = asyncio._get_running_loop()
-    opening = open_world(**options, home=loop, reports_dropped_works=True)
+    opening = open_world(*where, home=loop, reports_dropped_works=True)
     if loop is not None:
         return await opening
     world = await trio_tasks.run_on_background_loop(opening)
@@ -163,15 +155,7 @@ async def process_group(
         >>> async with process_group(rank=0, world_size=1, store=HashStore()) as group:
         ...     await group.barrier()
     """
-    world = await _open(
-        backend=backend,
-        init_method=init_method,
-        timeout=timeout,
-        world_size=world_size,
-        rank=rank,
-        store=store,
-        name=group_name,
-    )
+    world = await _open(backend, init_method, timeout, world_size, rank, store, group_name)
     try:
         with default_world.independent(world) as group:
             yield group

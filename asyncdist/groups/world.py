@@ -207,7 +207,6 @@ class World(ProcessBound):
 
 
 def open_world(
-    *,
     backend: str | None = None,
     init_method: str | None = None,
     timeout: Timeout = None,
@@ -215,6 +214,7 @@ def open_world(
     rank: int = -1,
     store: Any = None,
     name: str = "",
+    *,
     config: Config | None = None,
     home: asyncio.AbstractEventLoop | None = None,
     reports_dropped_works: bool = False,
