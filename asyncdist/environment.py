@@ -61,11 +61,8 @@ class Service:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Service:
         """Read systemd's variables."""
-        return cls(
-            _number(environ, "LISTEN_PID"),
-            _number(environ, "LISTEN_FDS") or 0,
-            environ.get("NOTIFY_SOCKET", "").strip(),
-        )
+        descriptors, notify_socket = _number(environ, "LISTEN_FDS") or 0, environ.get("NOTIFY_SOCKET", "").strip()
+        return cls(_number(environ, "LISTEN_PID"), descriptors, notify_socket)
 
 
 @dataclass(frozen=True, slots=True)
