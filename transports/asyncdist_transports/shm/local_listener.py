@@ -75,11 +75,8 @@ class LocalListener:
         self._lock = threading.Lock()
         self._watched = self._closed = False
         self._path_descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with ClosingOnError(self):
             self.sockets.append(listening_socket(f"\0{_PREFIX}{self._name}"))
-        except BaseException:
-            self._close()
-            raise
 
     def address(self) -> dict[str, Any]:
         """Return what peers need to connect."""
