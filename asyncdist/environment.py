@@ -61,8 +61,11 @@ class Service:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Service:
         """Read systemd's variables."""
-        descriptors, notify_socket = _number(environ, "LISTEN_FDS") or 0, environ.get("NOTIFY_SOCKET", "").strip()
-        return cls(_number(environ, "LISTEN_PID"), descriptors, notify_socket)
+        return cls(
+            _number(environ, "LISTEN_PID"),
+            _number(environ, "LISTEN_FDS") or 0,
+            environ.get("NOTIFY_SOCKET", "").strip(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

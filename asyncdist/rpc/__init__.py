@@ -83,7 +83,16 @@ def serve(
         >>> async with rpc.serve({"policy": Policy()}, job="asyncdist://host:29500/job"):
         ...     await stopped.wait()
     """
-    return RpcSession(objects, job, rank, threads, max_calls, references, timeout, config)
+    return RpcSession(
+        objects,
+        job,
+        rank=rank,
+        threads=threads,
+        max_calls=max_calls,
+        references=references,
+        timeout=timeout,
+        config=config,
+    )
 
 
 def connect(job: str | AsyncStoreBase, *, timeout: Timeout = None, config: Config | None = None) -> RpcSession:

@@ -37,8 +37,14 @@ class RemoteMethod:
         Raises:
             RemoteError: There is no such attribute, it is no tensor, or the process serves with ``references=False``.
         """
-        key, name = method_key(REFERENCES, 0, "make"), f"{self._name}.ref"
-        made = await self._caller.start(self._target, key, name, [*self._address, self._name], {}, timeout)
+        made = await self._caller.start(
+            self._target,
+            method_key(REFERENCES, 0, "make"),
+            f"{self._name}.ref",
+            [*self._address, self._name],
+            {},
+            timeout,
+        )
         assert isinstance(made, RemoteReference)
         return made
 

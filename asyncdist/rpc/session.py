@@ -53,6 +53,7 @@ class RpcSession(ProcessBound):
         self,
         objects: Mapping[str, Any],
         job: str | AsyncStoreBase,
+        *,
         rank: int | None = None,
         threads: int = 16,
         max_calls: int = 16384,
