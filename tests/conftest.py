@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -264,6 +266,17 @@ def _settled() -> None:
     background_loop()
     observing_loop()
     arena()
+    _freeze()
+
+
+_frozen = 0
+"""How many modules were imported when the collector was last spared what lives as long as the process."""
+
+
+def _freeze() -> None:
+    """Let the collector pass over what there is: with torch's compiler among it a collection takes a second."""
+    global _frozen
+    _frozen = len(sys.modules)
     gc.collect()
     gc.freeze()
 
@@ -276,15 +289,21 @@ def nothing_left_over() -> Iterator[None]:
     background_loop()
     observing_loop()
     arena()
+    if len(sys.modules) > _frozen + 20:
+        _freeze()
     before = set(threading.enumerate()), _descriptors(), _processes()
     yield
     background_loop()  # a test may have closed it
     since = None
-    while left := _left(*before):
-        gc.collect()
+    for look in itertools.count(1):
+        if not (left := _left(*before)):
+            break
         since = since or Stopwatch()
         if since.seconds() > PATIENCE:
             pytest.fail(f"left behind: {', '.join(left)}")
+        # Most threads end by themselves in a moment; the collector takes longer than all of these looks.
+        if look % 16 == 8:
+            gc.collect()
         time.sleep(0.002)
 
 

@@ -491,7 +491,9 @@ def test_fragments_may_be_modules():
 # -- accuracy ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compress", [None, "int8", "int4"])
+@pytest.mark.parametrize(
+    "compress", ["int4", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (None, "int8"))]
+)
 async def test_members_with_different_digits_learn_all_of_them(compress):
     """Each member sees five of the ten digits only, so without the exchanges it would know half of the held-out ones."""
     from sklearn.datasets import load_digits  # takes a second to import

@@ -34,7 +34,7 @@ def test_row_says_what_both_sides_do(sides, name):
 def test_programs_at_random_find_no_fault(tmp_path, run_python):
     # In a process of its own: each server of torch's TCPStore leaves a pipe open.
     hunt, out = record.HERE / "hunt.py", tmp_path / "differences.json"
-    options = "--examples", "15", "--chunks", "9", "--seconds", "1000"
+    options = "--examples", "5", "--chunks", "9", "--seconds", "1000"
     status, output = run_python(hunt, *options, "--out", out)
     assert status == 0, output
     programs = json.loads(out.read_text())["programs"]

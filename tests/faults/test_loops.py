@@ -1,6 +1,7 @@
 """Event loops that end, or are blocked, while operations are pending that they drive."""
 
 import asyncio
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,8 +11,11 @@ from asyncdist.base.background_loop import background_loop
 from asyncdist.errors import OperationTimeoutError
 from asyncdist.groups.world import open_world
 from asyncdist.store import HashStore
+from tests.conftest import LOOPS
 
 pytestmark = pytest.mark.each_loop
+ESSENTIAL = {("inproc", "uvloop"), ("shm", "asyncio-debug"), ("tcp", "uvloop")}
+"""The pairs of a transport and a loop that `make test` runs."""
 
 
 class Two:
@@ -42,9 +46,15 @@ class Two:
         del self.world, self.other
 
 
-@pytest.fixture
-def two(transport, new_loop):
-    home = new_loop()
+@pytest.fixture(
+    params=[
+        pytest.param(pair, id="-".join(pair), marks=() if pair in ESSENTIAL else pytest.mark.exhaustive)
+        for pair in itertools.product(["inproc", "shm", "tcp"], LOOPS)
+    ]
+)
+def two(request):
+    transport, kind = request.param
+    home = LOOPS[kind]()
     two = Two(transport, home)
     home.run_until_complete(two.open())
     yield two

@@ -1,14 +1,13 @@
-"""Data-parallel training with stock torch: each variant of DDP, its hooks, joins and optimizers."""
+"""Data-parallel training with stock torch; the cases of tests/ddp/program_table.py are not repeated here."""
 
 import gc
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.distributed.algorithms.model_averaging import averagers
-from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from toys import gradients, network, samples, state, train
@@ -17,93 +16,15 @@ SMALL = {"bucket_cap_mb": 0.0005}
 """Divides even a small model into several buckets."""
 
 
-class Branches(nn.Module):
-    """A model with three branches, of which one forward uses one."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Linear(6, 8)
-        self.branches = nn.ModuleList(nn.Linear(8, 3) for _ in range(3))
-
-    def forward(self, inputs, branch=0):
-        return self.branches[branch](functional.relu(self.stem(inputs)))
-
-
 def _trained(rank, model=None, **options):
     model = DistributedDataParallel(model or network(), **{**SMALL, **options})
     losses = train(model, rank)
     return losses, state(model), gradients(model)
 
 
-# -- variants ----------------------------------------------------------------------------------------
-
-
-VARIANTS = {
-    "plain": {},
-    "one bucket": {"bucket_cap_mb": 25},
-    "static graph": {"static_graph": True},
-    "gradients are views": {"gradient_as_bucket_view": True},
-}
-
-
-def variant(rank, world, name):
-    return _trained(rank, **VARIANTS[name])
-
-
 def starts_from_rank_0(rank, world):
     """Rank 0's parameters overwrite those of the other ranks."""
     return _trained(rank, network(seed=rank))
-
-
-def double_precision(rank, world):
-    model = DistributedDataParallel(network().double(), **SMALL)
-    inputs, targets = (tensor.double() for tensor in samples(rank, 0))
-    functional.mse_loss(model(inputs), targets).backward()
-    return gradients(model)
-
-
-def buffers_follow_rank_0(rank, world):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    return _trained(rank, model)
-
-
-def unused_parameters(rank, world):
-    model = DistributedDataParallel(Branches(), find_unused_parameters=True, **SMALL)
-    results = []
-    for step in range(3):
-        inputs, targets = samples(rank, step)
-        model.zero_grad()
-        functional.mse_loss(model(inputs, branch=rank % 2), targets).backward()
-        results.append(gradients(model))
-    return results
-
-
-def without_synchronization(rank, world):
-    """Gradients of two steps accumulate locally before an all-reduce."""
-    model = DistributedDataParallel(network(), **SMALL)
-    results = []
-    for step in range(4):
-        inputs, targets = samples(rank, step)
-        if step % 2:
-            functional.mse_loss(model(inputs), targets).backward()
-            results.append(gradients(model))
-            model.zero_grad()
-        else:
-            with model.no_sync():
-                functional.mse_loss(model(inputs), targets).backward()
-            results.append(gradients(model))
-    return results
-
-
-def mixed_precision_of_autocast(rank, world):
-    model = DistributedDataParallel(network(), **SMALL)
-    inputs, targets = samples(rank, 0)
-    with torch.autocast("cpu", torch.bfloat16):
-        outputs = model(inputs)
-    functional.mse_loss(outputs.float(), targets).backward()
-    return gradients(model)
 
 
 def in_a_subgroup(rank, world):
@@ -119,17 +40,6 @@ def _hooked(rank, hook):
     model = DistributedDataParallel(network(), **SMALL)
     model.register_comm_hook(dist.group.WORLD, hook)
     return train(model, rank), state(model), gradients(model)
-
-
-HOOKS = {
-    "all-reduce": default_hooks.allreduce_hook,
-    "float16": default_hooks.fp16_compress_hook,
-    "wrapped": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
-}
-
-
-def hook(rank, world, name):
-    return _hooked(rank, HOOKS[name])
 
 
 def hooks_of_cpp(rank, world):
@@ -152,17 +62,6 @@ def custom_hook(rank, world):
     return _hooked(rank, hook)
 
 
-def hook_power_sgd(rank, world):
-    """Blocks on another collective inside the callback of the previous one."""
-    # gloo fails with several buckets: torch's hook then issues its calls in different orders on different ranks.
-    model = DistributedDataParallel(network())
-    hook_state = powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.1
-    )
-    model.register_comm_hook(hook_state, powerSGD_hook.powerSGD_hook)
-    return train(model, rank, steps=5), state(model)
-
-
 def hook_power_sgd_of_several_buckets(rank, world):
     """Callbacks of several buckets call collectives while backward does. Returns pairs of actual and expected results."""
     layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(8)])
@@ -182,45 +81,7 @@ def hook_power_sgd_of_several_buckets(rank, world):
     return pairs
 
 
-def post_local_sgd(rank, world):
-    model = DistributedDataParallel(network(), **SMALL)
-    own, _ = dist.new_subgroups(1)
-    hook_state = post_localSGD_hook.PostLocalSGDState(process_group=None, subgroup=own, start_localSGD_iter=2)
-    model.register_comm_hook(hook_state, post_localSGD_hook.post_localSGD_hook)
-    optimizer = PostLocalSGDOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), averagers.PeriodicModelAverager(period=2, warmup_steps=2)
-    )
-    return train(model, rank, steps=7, optimizer=optimizer), state(model)
-
-
 # -- uneven inputs, sharded optimizers ---------------------------------------------------------------
-
-
-def _joined(rank, model, more_steps, **options):
-    """Train with a step more on each rank than on the rank before it; return the number of steps and the state."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = range(rank + more_steps)
-    with model.join(**options):
-        for step in steps:
-            inputs, targets = samples(rank, step)
-            optimizer.zero_grad()
-            outputs = model(inputs, branch=step % 2) if isinstance(model.module, Branches) else model(inputs)
-            functional.mse_loss(outputs, targets).backward()
-            optimizer.step()
-    return len(steps), state(model)
-
-
-def joined(rank, world):
-    return _joined(rank, DistributedDataParallel(network(), **SMALL), 1)
-
-
-def joined_averaging_over_remaining_ranks(rank, world):
-    """The sum is divided by the number of ranks that still have inputs."""
-    return _joined(rank, DistributedDataParallel(network(), **SMALL), 1, divide_by_initial_world_size=False)
-
-
-def joined_with_unused_parameters(rank, world):
-    return _joined(rank, DistributedDataParallel(Branches(), find_unused_parameters=True, **SMALL), 2)
 
 
 def join_throws_on_early_termination(rank, world):
@@ -234,6 +95,19 @@ def join_throws_on_early_termination(rank, world):
     except RuntimeError as error:
         seen = str(error)
     return seen
+
+
+def joined(rank, world):
+    """Train with a step more on each rank than on the rank before it; return the number of steps and the state."""
+    model = DistributedDataParallel(network(), **SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for step in range(rank + 1):
+            inputs, targets = samples(rank, step)
+            optimizer.zero_grad()
+            functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    return rank + 1, state(model)
 
 
 class Counted(Joinable):
@@ -290,18 +164,6 @@ def zero_redundancy(rank, world):
     optimizer.consolidate_state_dict(to=0)
     whole = optimizer.state_dict()["state"] if rank == 0 else {}
     return losses, state(model), {key: sorted(value) for key, value in whole.items()}
-
-
-def zero_redundancy_joined(rank, world):
-    model = DistributedDataParallel(network(), **SMALL)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, parameters_as_bucket_view=True)
-    with Join([model, optimizer]):
-        for step in range(rank + 1):
-            inputs, targets = samples(rank, step)
-            optimizer.zero_grad()
-            functional.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
-    return state(model)
 
 
 # -- buckets -----------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ async def test_reductions_in_several_parts(hosts, config, dtype, op):
             await run_cases(groups, reducing(len(hosts), count, dtype, op))
 
 
-@every_layout
+@small_layouts_first
 @pytest.mark.usefixtures("many_parts")
 async def test_large_tensors_in_several_parts(hosts):
     async with world(hosts, config=Config(segment_nbytes=45_000)) as groups:
@@ -234,7 +234,7 @@ async def test_large_tensors_in_several_parts(hosts):
 
 
 @small_layouts_first
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("many_parts")
 async def test_sums_and_averages_in_several_parts(hosts, dtype):
     async with world(hosts, config=SMALL_SEGMENTS) as groups:
@@ -289,7 +289,7 @@ async def test_small_call_after_a_large_one_that_has_not_started():
         assert all(tensor.eq(3).all() for tensor in (*large, *small))
 
 
-@every_layout
+@small_layouts_first
 @pytest.mark.usefixtures("many_parts")
 async def test_every_rank_gets_the_same_bits(hosts):
     """The bits of these sums depend on the order of the additions."""

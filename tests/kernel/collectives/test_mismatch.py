@@ -12,6 +12,7 @@ import torch
 from asyncdist.base.ops import ReduceOp, premul_sum
 from asyncdist.errors import GroupError, MismatchError, UsageError
 from asyncdist.testing.cluster import world_of
+from tests.support.pairs import each_pair
 
 
 def ones(*shape, dtype=torch.float32):
@@ -181,8 +182,7 @@ GIVES_DATA = {
 }
 
 
-@pytest.mark.parametrize("registered", [False, True])
-@pytest.mark.parametrize("call", GIVES_DATA)
+@each_pair(transport=["inproc", "shm", "tcp"], call=list(GIVES_DATA), registered=[False, True])
 async def test_ranks_that_wait_for_each_other_to_read(transport, call, registered):
     """The tensors do not fit into what a rank stages ahead, so that each rank waits for its readers."""
     async with world_of(3, transport=transport) as groups:

@@ -106,14 +106,14 @@ def memories(group):
             yield whole, whole.clone()
 
 
-async def awaited(case, groups, prepare=as_it_is):
+async def awaited(case, groups, prepare=as_it_is, name=""):
     for row in zip(*map(memories, groups), strict=True):
         for whole, _ in row:
             prepare(whole)
         await asyncio.gather(*(case(g, whole, as_it_is) for g, (whole, _) in zip(groups, row, strict=True)))
         await asyncio.gather(*(case(g, due, torch.clone) for g, (_, due) in zip(groups, row, strict=True)))
         for whole, due in row:
-            assert torch.equal(whole, due)
+            assert torch.equal(whole, due), name
 
 
 @pytest.mark.exhaustive
@@ -146,11 +146,11 @@ async def test_registered(name):
 
 
 @pytest.mark.parametrize("hosts", ["aab", "abc"])
-@pytest.mark.parametrize("name", CASES)
-async def test_on_several_hosts(monkeypatch, name, hosts):
+async def test_on_several_hosts(monkeypatch, hosts):
     monkeypatch.setattr(registry, "names", lambda: ["shm", "tcp"])
     async with world_of(SIZE, transport="auto", hosts=hosts) as groups:
-        await awaited(CASES[name], groups)
+        for name, case in CASES.items():
+            await awaited(case, groups, name=name)
 
 
 def test_only_overlapping_tensors_are_copied():

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import ctypes
 import gc
+import itertools
 import sys
 import weakref
 from functools import partial
@@ -154,7 +155,6 @@ CASES = [
     all_reduce, average, reduce, broadcast, all_gather, all_gather_single, all_gather_in_place, all_gather_uneven, gather,
     gather_single, scatter, reduce_scatter, reduce_scatter_average, all_to_all, all_to_all_uneven, all_to_all_single,
 ]  # fmt: skip
-each_case = pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])
 
 
 def is_equal(result, due):
@@ -163,16 +163,15 @@ def is_equal(result, due):
     return result is None if due is None else torch.equal(result, due)
 
 
-@each_case
-async def test_repeated_calls_with_new_and_with_the_same_tensors(case, count):
+async def test_repeated_calls_with_new_and_with_the_same_tensors(count):
     async with world_of(SIZE, transport="tcp") as groups:
-        for turn in range(4):
+        for case, turn in itertools.product(CASES, range(4)):
             calls = [case(group, turn) for group in groups]
             outcomes = await asyncio.gather(*(call(out) for out, call, _ in calls))
-            assert all(is_equal(out, due) for out, (_, _, due) in zip(outcomes, calls, strict=True))
+            assert all(is_equal(out, due) for out, (_, _, due) in zip(outcomes, calls, strict=True)), case
             if case not in (all_reduce, average, reduce, broadcast):
                 await asyncio.gather(*(call(out) for out, call, _ in calls))
-                assert all(is_equal(out, due) for out, _, due in calls)
+                assert all(is_equal(out, due) for out, _, due in calls), case
 
 
 async def test_blocks_of_an_all_to_all_are_striped_each_by_its_size(monkeypatch):
@@ -205,37 +204,37 @@ async def test_blocks_of_an_all_to_all_are_striped_each_by_its_size(monkeypatch)
     assert {pair: parts for pair, parts in sent.items() if len(parts) > 1} == {(0, 1): {0, 1, 2}, (1, 0): {0, 1, 2}}
 
 
-@each_case
 @pytest.mark.parametrize("lanes", [1, 3])
-async def test_calls_in_flight_at_once(case, lanes, count):
+async def test_calls_in_flight_at_once(lanes, count):
     """The ranks begin several calls before the others. With three lanes large calls have three parts."""
     async with world_of(SIZE, transport="tcp", config=Config(lanes=lanes, stripe_nbytes=40_000)) as groups:
-        calls = [[case(group, turn) for turn in range(4)] for group in groups]
-        works = [[call(out) for out, call, _ in of_rank] for of_rank in calls]
-        for of_rank, of_calls in zip(works, calls, strict=True):
-            for work, (_, _, due) in zip(of_rank, of_calls, strict=True):
-                assert is_equal(await work, due)
+        for case in CASES:
+            calls = [[case(group, turn) for turn in range(4)] for group in groups]
+            works = [[call(out) for out, call, _ in of_rank] for of_rank in calls]
+            for of_rank, of_calls in zip(works, calls, strict=True):
+                for work, (_, _, due) in zip(of_rank, of_calls, strict=True):
+                    assert is_equal(await work, due), case
 
 
-@each_case
 @pytest.mark.parametrize("fails", [False, True])
-async def test_no_tensor_is_kept_alive(case, fails, count):
-    async with world_of(SIZE, transport="tcp", config=Config(lanes=2, stripe_nbytes=40_000)) as groups:
-        for turn in range(2):
-            calls = [case(group, turn) for group in groups]
-            works = [call(out) for out, call, _ in calls[1:]]
-            if fails and turn:
-                groups[0].abort("on purpose")
-            works.append(calls[0][1](calls[0][0]))
-            for work in works:
-                with contextlib.suppress(GroupAbortedError):
-                    await work
-        outputs = [out for out, _, _ in calls]
-        tensors = [
-            tensor for out in outputs for tensor in (out if isinstance(out, list) else [out]) if tensor is not None
-        ]
-        alive = [weakref.ref(tensor) for tensor in tensors]
-        del work, works, calls, outputs, tensors
+async def test_no_tensor_is_kept_alive(fails, count):
+    async with world_of(SIZE, transport="tcp", config=Config(lanes=2, stripe_nbytes=40_000)) as world:
+        alive, kept = [], []
+        for case in CASES:
+            groups = [group.world.new_group(None) for group in world]
+            for turn in range(2):
+                calls = [case(group, turn) for group in groups]
+                works = [call(out) for out, call, _ in calls[1:]]
+                if fails and turn:
+                    groups[0].abort("on purpose")
+                works.append(calls[0][1](calls[0][0]))
+                for work in works:
+                    with contextlib.suppress(GroupAbortedError):
+                        await work
+            for out, _, _ in calls:
+                alive += [weakref.ref(each) for each in (out if isinstance(out, list) else [out]) if each is not None]
+            del work, works, calls, out
+            kept.append(groups)
         gc.collect()
         assert [reference() for reference in alive] == [None] * len(alive)
 

@@ -44,13 +44,19 @@ def inside(kind, seen, run):
         run()
 
 
-@pytest.fixture(params=["fake", "dispatch", "device", "grad", "vmap", "dual"])
-def kind(request):
-    # The level of forward-mode AD is one of the process.
-    with forward_ad.dual_level() if request.param == "dual" else contextlib.nullcontext():
-        yield request.param
+KINDS = ["fake", "dispatch", "device", "grad", "vmap", "dual"]
+TRANSPORTS = ["shm", "tcp", "inproc"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "transport"),
+    [
+        # `make test` runs each kind with one of the transports.
+        pytest.param(kind, transport, marks=() if KINDS.index(kind) % 3 == number else pytest.mark.exhaustive)
+        for kind in KINDS
+        for number, transport in enumerate(TRANSPORTS)
+    ],
+)
 def test_collectives_run_outside_of_modes_and_transforms(together, transport, kind):
     """Nor does the default device of new tensors matter, which is a mode of torch. The second call is a prepared one."""
     dtypes = (torch.float32, torch.bfloat16) if kind == "device" else (torch.float32,)
@@ -66,7 +72,9 @@ def test_collectives_run_outside_of_modes_and_transforms(together, transport, ki
 
         inside(kind, seen, run)
 
-    together(SIZE, rank, transport=transport)
+    # The level of forward-mode AD is one of the process.
+    with forward_ad.dual_level() if kind == "dual" else contextlib.nullcontext():
+        together(SIZE, rank, transport=transport)
     for case in cases:
         case.check()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -138,20 +139,20 @@ class Recording:
         return getattr(self._group, name)
 
 
-@pytest.mark.parametrize("name", ALL)
-async def test_invalid_arguments_are_refused_and_group_stays_usable(name):
-    call, message = ALL[name]
+async def test_invalid_arguments_are_refused_and_group_stays_usable():
     async with world_of(2) as (zero, one):
-        recording = Recording(zero)
-        with pytest.raises(UsageError, match=message) as refused:
-            call(recording)
-        again = pickle.loads(pickle.dumps(refused.value))
-        for error in (refused.value, again):
-            assert str(error).startswith(f"{recording.op} on group 'world', rank 0: ")
-            assert (error.op, error.group, error.rank) == (recording.op, "world", 0)
-        async with asyncio.timeout(60):
-            total = await asyncio.gather(zero.all_reduce(ones(2)), one.all_reduce(ones(2)))
-        assert all(tensor.eq(2).all() for tensor in total)
+        for name, (call, message) in ALL.items():
+            recording = Recording(zero)
+            with pytest.raises(UsageError) as refused:
+                call(recording)
+            again = pickle.loads(pickle.dumps(refused.value))
+            for error in (refused.value, again):
+                assert re.search(message, str(error)), name
+                assert str(error).startswith(f"{recording.op} on group 'world', rank 0: "), name
+                assert (error.op, error.group, error.rank) == (recording.op, "world", 0)
+            async with asyncio.timeout(60):
+                total = await asyncio.gather(zero.all_reduce(ones(2)), one.all_reduce(ones(2)))
+            assert all(tensor.eq(2).all() for tensor in total), name
 
 
 WRONG_RANKS_OF_APIS = {

@@ -18,6 +18,7 @@ from asyncdist_transports.shm import memory_order
 from asyncdist_transports.shm.collectives import small
 from asyncdist_transports.shm.collectives.slot_table import AWAITS_SLOT, DONE, LINE, READ_ROUNDS, SLOTS, STEP
 from asyncdist_transports.shm.memory_order import Fence
+from tests.support.pairs import each_pair
 from tests.support.ranks import native_of, run_cases
 
 pytestmark = pytest.mark.each_loop
@@ -73,9 +74,7 @@ class Watched:
         return self._words[at]
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("name", sorted(CALLS))
+@each_pair(name=sorted(CALLS), count=COUNTS, shared=[False, True])
 def test_full_fence_separates_published_word_from_sleep_flag_check(name, shared, count):
     """Otherwise about one call in a million would not wake a peer that falls asleep at that moment."""
 
@@ -143,9 +142,7 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("name", MOVES)
+@each_pair(name=list(MOVES), count=COUNTS, shared=[False, True])
 def test_fence_precedes_published_words_and_follows_read_words(arm64, monkeypatch, name, shared, count):
     local = threading.local()
 
