@@ -7,7 +7,9 @@ of a failure, and the agreement. Only sockets, processes and time are simulated.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack
@@ -232,9 +234,11 @@ class _World:
 
     def _pass_on(self, rank: int) -> None:
         agreement = self._agreements[rank]
-        for peer, message in agreement.take_outbox():
-            if peer in self._agreements:
-                self._send(rank, peer, len(message.pack()), self._receive, peer, rank, message)
+        for message, sent in itertools.groupby(agreement.take_outbox(), key=operator.itemgetter(1)):
+            nbytes = len(message.pack())
+            for peer, _ in sent:
+                if peer in self._agreements:
+                    self._send(rank, peer, nbytes, self._receive, peer, rank, message)
         if agreement.decision is not None:
             self._undecided.discard(rank)
             if not self._undecided and not self._decided.done():
