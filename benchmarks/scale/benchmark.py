@@ -1,52 +1,89 @@
-"""Let worlds of many ranks begin, and measure what that costs: bytes from the store, processor time, the first barrier."""
+"""Let worlds of many ranks begin: as tasks of one process, as processes, and in a simulation up to 100,000 ranks.
+
+The simulation gets its times from real processes of this machine, and is compared with worlds of real processes.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import isnan
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import click
 
 from asyncdist.cli.page import Column, Grid, duration
 from benchmarks.benchmark import COUNTS, Benchmark, option
-from benchmarks.grid import Case, GridReport, Target, figure_within, yes_or_no
+from benchmarks.grid import FIGURE, Case, GridReport, Target, figure_within, yes_or_no
+from benchmarks.scale.cluster import Costs
+from benchmarks.scale.measured import measured_costs, real_world
+from benchmarks.scale.simulation import Outcome, Shape, simulate
 
-_WHO = "asyncdist"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_WHO, _SIMULATED = "asyncdist", "simulated"
 _PATIENCE = 600.0
 """Seconds for one world, also on a busy machine."""
 _MOST_BYTES, _MOST_BARRIERS, _MOST_GROWTH = 2e6, 3.0, 1.3
 """The targets at 256 ranks: bytes of the store, first barrier against later ones, processor time against 32 ranks."""
+_MOST_OFF = 1.3
+"""The factor by which a simulated time may differ from the measured one."""
 
 
 @dataclass(frozen=True)
 class ScalePlan:
     """What to measure."""
 
-    ranks: tuple[int, ...] = option("2,8,32,64,128,256", "Numbers of ranks, comma-separated.", COUNTS)
-    transport: str = option("tcp", "The transports of the ranks.", click.STRING)
-    barriers: int = option(4, "Barriers in each world.", click.IntRange(2))
-    rounds: int = option(3, "Rounds, each with a new process.")
+    parts: tuple[str, ...]
+    ranks: tuple[int, ...] = option("2,8,32,64,128,256", "tasks: numbers of ranks, comma-separated.", COUNTS)
+    transport: str = option("tcp", "tasks: the transports of the ranks.", click.STRING)
+    barriers: int = option(4, "tasks: barriers in each world.", click.IntRange(2))
+    rounds: int = option(3, "tasks, processes: rounds, each with new processes.")
+    processes: tuple[int, ...] = option("8,64,128,256", "processes: numbers of ranks, comma-separated.", COUNTS)
+    simulated: tuple[int, ...] = option("100,1000,10000,100000", "simulation: numbers of ranks.", COUNTS)
+    per_host: int = option(8, "simulation: ranks of a host.")
 
 
 class ScaleBenchmark(Benchmark[ScalePlan]):
-    """Measure how the start of a world grows with its ranks.
-
-    The ranks of a world are tasks of one process, so times contain the work of all ranks, one after the other. A run takes
-    some minutes.
+    """Measure how a world grows with its ranks: its start, its first calls, and the loss of a rank.
 
     \b
-    python -m benchmarks scale --ranks 32,256 --rounds 1
+    tasks        worlds whose ranks are tasks of one process, so that times contain the work of all ranks
+    processes    worlds of processes on this machine, next to what the simulation says of them
+    simulation   the real code with simulated processes, network and time, which are measured on this machine
+
+    A run takes some minutes.
+
+    \b
+    python -m benchmarks scale tasks --ranks 32,256 --rounds 1
+    python -m benchmarks scale simulation --simulated 1000,100000 --output docs/bench
     """
 
     title = "How a world grows"
     plan_type = ScalePlan
     program = Path(__file__).with_name("ranks.py")
-    preload = ("torch", "asyncdist")
+    preload = ("torch", "asyncdist", "benchmarks.scale.ranks")
+    parts = ("tasks", "processes", "simulation")
+    has_picture = True
 
     def measure(self) -> Iterator[Case]:
-        cases = {size: Case("scale", f"{size} ranks") for size in self.plan.ranks}
+        parts = self.plan.parts
+        if "tasks" in parts:
+            yield from self._tasks()
+        if "processes" in parts or "simulation" in parts:
+            self.laboratory.progress("what a process needs")
+            costs = measured_costs(self.laboratory)
+            if "processes" in parts:
+                yield from self._processes(costs)
+            if "simulation" in parts:
+                yield from self._simulation(costs)
+
+    def _tasks(self) -> Iterator[Case]:
+        cases = {size: Case("tasks", f"{size}") for size in self.plan.ranks}
         for number in range(self.plan.rounds):
             for size, case in cases.items():
                 self.laboratory.progress(f"{size} ranks: {number + 1} of {self.plan.rounds}")
@@ -63,30 +100,150 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
             ]
         yield from cases.values()
 
+    def _processes(self, costs: Costs) -> Iterator[Case]:
+        for size in self.plan.processes:
+            for transport in ("shm,tcp", "tcp"):
+                case = Case("processes", f"{size}", facts={"transport": transport})
+                for number in range(self.plan.rounds):
+                    self.laboratory.progress(f"{size} processes over {transport}: {number + 1} of {self.plan.rounds}")
+                    start, first, *later = (step.seconds for step in real_world(self.laboratory, size, transport))
+                    case.add(_WHO, start, first=first, later=median(later))
+                shape = Shape(size, size, os.cpu_count() or 1, memory=transport != "tcp")
+                case.add(_SIMULATED, **_samples(simulate(shape, costs)))
+                case.targets = [Target(_MOST_OFF, _off, lambda value: f"a factor of {value:g}")]
+                yield case
+
+    def _simulation(self, costs: Costs) -> Iterator[Case]:
+        for size in self.plan.simulated:
+            self.laboratory.progress(f"{size} simulated ranks")
+            case = Case("simulation", f"{size:,}", facts={"costs": asdict(costs), "size": size})
+            case.add(_SIMULATED, **_samples(simulate(Shape(size, self.plan.per_host), costs)))
+            yield case
+
     @classmethod
     def tables(cls, report: GridReport[ScalePlan]) -> tuple[list[str], list[Grid]]:
-        about = [
-            report.about(f"ranks as tasks of one process over {report.plan.transport}, {report.plan.rounds} rounds"),
-            "processor: time of the whole process for the start of a world, by its ranks. sent: bytes that rank 0's store "
-            "has sent when all have started. read: most bytes that a rank has read. memory: of the process after the "
-            "barriers, by its ranks.",
-        ]
-        return about, [Grid.of(cls.title, _COLUMNS, report.cases)]
+        plan = report.plan
+        about = [report.about(f"tasks over {plan.transport}, {plan.rounds} rounds")]
+        grids = []
+        for part, (title, caption, columns) in _TABLES.items():
+            if cases := report.of(part):
+                grids.append(Grid.of(title, columns, cases, caption=caption))
+        if cases := report.of("simulation"):
+            costs = ", ".join(f"{name} {value:.3g}" for name, value in cases[0].facts["costs"].items())
+            about.append(f"Simulated hosts have {plan.per_host} ranks. Seconds, and bytes per second: {costs}.")
+        return about, grids
+
+    @classmethod
+    def picture(cls, report: GridReport[ScalePlan]) -> Figure:
+        """Draw the simulated worlds: seconds and bytes against ranks."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
+
+        cases = report.of("simulation")
+        ranks = [case.facts["size"] for case in cases]
+        figure = Figure(figsize=(10, 4.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = zip(figure.subplots(1, 2), (_SECONDS, _BYTES), ("s", "B"), strict=True)
+        for axes, lines, unit in panels:
+            for quantity, (label, colour, marker) in lines.items():
+                axes.plot(
+                    ranks, [case.median(_SIMULATED, quantity) for case in cases], colour, marker=marker, label=label
+                )
+            axes.set(xscale="log", yscale="log", xlabel="ranks")
+            axes.yaxis.set_major_formatter(EngFormatter(unit))
+            axes.grid(color="#e4e4e4")
+            axes.legend(frameon=False)
+        figure.suptitle(f"Simulated worlds, {report.plan.per_host} ranks per host")
+        return figure
+
+
+_SECONDS = {
+    FIGURE: ("start", "#0072b2", "o"),
+    "first": ("first barrier", "#d55e00", "s"),
+    "later": ("later barrier", "#e69f00", "v"),
+    "known": ("a lost rank is known to all", "#cc79a7", "D"),
+    "regroup": ("regroup", "#009e73", "P"),
+}
+_BYTES = {"sent": ("sent by the store", "#0072b2", "o"), "most_read": ("read by one rank", "#d55e00", "s")}
+
+
+def _samples(outcome: Outcome) -> dict[str, float]:
+    found = asdict(outcome)
+    return {"figure": found.pop("start"), **found}
 
 
 def _first_to_later(case: Case) -> float:
-    return median(case.of(_WHO, "first")) / median(case.of(_WHO, "later"))
+    return case.median(_WHO, "first") / case.median(_WHO, "later")
 
 
-_COLUMNS: list[Column[Case]] = [
-    ("ranks", lambda case: case.name.split()[0]),
-    ("start", lambda case: duration(case.median(_WHO, "opened"))),
-    ("processor\nper rank", lambda case: duration(case.median(_WHO))),
-    ("sent", lambda case: f"{case.median(_WHO, 'sent') / 1e3:,.0f} KB"),
-    ("read", lambda case: f"{case.median(_WHO, 'most_read') / 1e3:.1f} KB"),
-    ("first\nbarrier", lambda case: duration(case.median(_WHO, "first"))),
-    ("later\nbarrier", lambda case: duration(case.median(_WHO, "later"))),
-    ("memory\nper rank", lambda case: f"{case.median(_WHO, 'memory') / 1e3:.0f} KB"),
+def _off(case: Case) -> float:
+    """Return the largest factor between a simulated and a measured time."""
+    ratios = [case.median(_SIMULATED, each) / case.median(_WHO, each) for each in (FIGURE, "first")]
+    return max(max(ratio, 1 / ratio) for ratio in ratios)
+
+
+def _time(heading: str, quantity: str = FIGURE, who: str = _WHO) -> Column[Case]:
+    def text(case: Case) -> str:
+        value = case.median(who, quantity)
+        return "—" if isnan(value) else duration(value)
+
+    return heading, text
+
+
+def _nbytes(heading: str, quantity: str, who: str = _WHO) -> Column[Case]:
+    return heading, lambda case: f"{case.median(who, quantity) / 1e3:,.1f} KB"
+
+
+_RANKS: Column[Case] = ("ranks", lambda case: case.name)
+_REACHED: list[Column[Case]] = [
     ("target", lambda case: ", ".join(map(str, case.targets))),
     ("reached", lambda case: yes_or_no(case) if case.targets else ""),
 ]
+_TABLES: dict[str, tuple[str, str, list[Column[Case]]]] = {
+    "tasks": (
+        "Ranks as tasks of one process",
+        "processor: time of the whole process for the start, by its ranks; sent: bytes from rank 0's store; read: the "
+        "most that a rank has read; memory: of the process after the barriers, by its ranks",
+        [
+            _RANKS,
+            _time("start", "opened"),
+            _time("processor\nper rank"),
+            _nbytes("sent", "sent"),
+            _nbytes("read", "most_read"),
+            _time("first\nbarrier", "first"),
+            _time("later\nbarrier", "later"),
+            _nbytes("memory\nper rank", "memory"),
+            *_REACHED,
+        ],
+    ),
+    "processes": (
+        "Processes of this machine, and the simulation of them",
+        "from the first process to the last",
+        [
+            _RANKS,
+            ("over", lambda case: str(case.facts["transport"])),
+            _time("start"),
+            _time("simulated\nstart", FIGURE, _SIMULATED),
+            _time("first\nbarrier", "first"),
+            _time("simulated\nfirst barrier", "first", _SIMULATED),
+            _time("later\nbarrier", "later"),
+            _time("simulated\nlater barrier", "later", _SIMULATED),
+            *_REACHED,
+        ],
+    ),
+    "simulation": (
+        "Simulated worlds",
+        "known: from the end of a rank until all others know of it; regroup: from then until all have the new group",
+        [
+            _RANKS,
+            _time("start", FIGURE, _SIMULATED),
+            _nbytes("sent", "sent", _SIMULATED),
+            _nbytes("read", "most_read", _SIMULATED),
+            _time("first\nbarrier", "first", _SIMULATED),
+            _time("later\nbarrier", "later", _SIMULATED),
+            _time("known", "known", _SIMULATED),
+            _time("regroup", "regroup", _SIMULATED),
+        ],
+    ),
+}

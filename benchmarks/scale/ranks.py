@@ -1,8 +1,9 @@
-"""The ranks of the benchmark of growing worlds: tasks of one process, which measures itself."""
+"""The processes of the benchmark of growing worlds: tasks of one process, ranks, and a store and its client."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import resource
 import socket
@@ -11,16 +12,22 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import asyncdist as dist
 from asyncdist.config import Config
 from asyncdist.groups.group import Group
+from asyncdist.store.client.aio import AsyncStore
+from asyncdist.store.server.server import StoreServer
 from asyncdist.testing.cluster import world_of
+from benchmarks.laboratory import HOST
 
 _RECEIVED = struct.Struct("128xQ")
 """The bytes that a TCP socket has received in order, in Linux's ``struct tcp_info``."""
-_TIMEOUT = 300.0
+_TIMEOUT = 600.0
+_VALUE_NBYTES, _READS = 4 << 20, 16
 
 
 def meet(test: Connection, transport: str, size: int, barriers: int) -> None:
@@ -72,3 +79,70 @@ def _received_from(port: int) -> list[int]:
 def _resident() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
+
+
+# -- real processes -------------------------------------------------------------------------------------
+
+
+def serve(test: Connection) -> None:
+    """Serve a store, and send the processor time that it has used whenever the test asks."""
+    asyncio.run(_serve(test))
+
+
+async def _serve(test: Connection) -> None:
+    async with await StoreServer.start(HOST, 0, token=Config.from_environment().token) as server:
+        test.send(server.port)
+        while (await asyncio.to_thread(test.recv)) != "end":
+            test.send(time.process_time())
+
+
+def ask(test: Connection, port: int, connections: int, requests: int) -> None:
+    """Use a store in three phases, and send the processor time that each has taken."""
+    asyncio.run(_ask(test, port, connections, requests))
+
+
+async def _ask(test: Connection, port: int, connections: int, requests: int) -> None:
+    clients: list[AsyncStore] = []
+    config = Config.from_environment()
+
+    async def connect() -> None:
+        connect_next = functools.partial(AsyncStore.connect, HOST, port, timeout=_TIMEOUT, config=config)
+        clients.extend([await connect_next() for _ in range(connections)])
+
+    async def change() -> None:
+        for number in range(requests):
+            await clients[number % connections].set("key", b"value")
+
+    async def read() -> None:
+        for client in clients[:_READS]:
+            await client.get("long")
+
+    for phase in (connect, change, read):
+        if phase is read:
+            await clients[0].set("long", bytes(_VALUE_NBYTES))
+        test.recv()
+        used = time.process_time()
+        await phase()
+        test.send(time.process_time() - used)
+    test.recv()
+
+
+def be_rank(test: Connection, where: str, rank: int, size: int, barriers: int) -> None:
+    """Join a world and pass barriers when the test says so; send when each began and ended, and the processor time."""
+    torch.set_num_threads(1)
+    asyncio.run(_be_rank(test, where, rank, size, barriers))
+
+
+async def _be_rank(test: Connection, where: str, rank: int, size: int, barriers: int) -> None:
+    async with world_of(1, transport="shm,tcp"):  # what the first world of a process makes for all
+        test.send("ready")
+    meet_others: Any = functools.partial(
+        dist.init_process_group, init_method=where, rank=rank, world_size=size, timeout=_TIMEOUT
+    )
+    for step in (meet_others, *(dist.barrier for _ in range(barriers))):
+        test.recv()
+        began, used = time.monotonic(), time.process_time()
+        await step()
+        test.send((began, time.monotonic(), time.process_time() - used))
+    test.recv()
+    await dist.destroy_process_group()

@@ -1,15 +1,22 @@
-"""The benchmark of growing worlds: a short run with real worlds."""
+"""The benchmark of growing worlds: a short run with real worlds, and the simulation."""
+
+import asyncio
 
 import pytest
 
 from asyncdist.rendezvous import BLOCK
+from benchmarks.scale import virtual_time
 from benchmarks.scale.benchmark import ScaleBenchmark, ScalePlan
+from benchmarks.scale.cluster import Cluster, Costs
+from benchmarks.scale.simulation import Shape, simulate
+
+COSTS = Costs(latency=1.0, bandwidth=100.0)
 
 
 @pytest.mark.processes
 def test_store_sends_far_less_than_all_introductions_to_all_ranks():
     size = BLOCK + 2
-    report = ScaleBenchmark.run(ScalePlan(ranks=(2, size), barriers=2, rounds=1))
+    report = ScaleBenchmark.run(ScalePlan(parts=("tasks",), ranks=(2, size), barriers=2, rounds=1))
     small, large = report.cases
     introduction = small.median("asyncdist", "most_read") / 4
     assert introduction * size < large.median("asyncdist", "sent") < introduction * size**2 / 4
@@ -18,3 +25,65 @@ def test_store_sends_far_less_than_all_introductions_to_all_ranks():
         assert case.median("asyncdist", "first") > 0
     (table,) = ScaleBenchmark.page(report).grids
     assert [row[0] for row in table.rows] == ["2", str(size)]
+    simulated = simulate(Shape(size, per_host=size, memory=False), Costs())
+    assert simulated.sent == pytest.approx(large.median("asyncdist", "sent"), rel=0.3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_simulation_is_compared_with_processes():
+    plan = ScalePlan(parts=("processes", "simulation"), rounds=1, processes=(3,), simulated=(8, 40))
+    report = ScaleBenchmark.run(plan)
+    shared, tcp = report.of("processes")
+    for case in (shared, tcp):
+        assert case.median("asyncdist") > 0
+        assert case.median("simulated") > 0
+    processes, simulation = ScaleBenchmark.page(report).grids
+    assert [row[1] for row in processes.rows] == ["shm,tcp", "tcp"]
+    assert [row[0] for row in simulation.rows] == ["8", "40"]
+
+
+def test_all_know_of_a_lost_rank_in_a_time_that_hardly_grows():
+    small, large = (simulate(Shape(size), Costs()) for size in (200, 1600))
+    assert 0 < large.known < 3 * small.known
+    assert small.later < small.first < large.start
+    assert small.regroup > 0
+    assert large.regroup != large.regroup
+
+
+def test_one_thread_one_processor_and_one_wire_do_one_thing_at_a_time():
+    async def arrivals() -> list[tuple[str, float]]:
+        cluster = Cluster(3, per_host=2, processors=1, costs=COSTS)
+        one, mate, other = cluster.processes
+        arrived: list[tuple[str, float]] = []
+
+        def arrive(name: str) -> None:
+            arrived.append((name, cluster.now()))
+
+        one.send(other, 50, 2.0, 3.0, arrive, "first")  # sent at 2.0, on the wire for 0.5, there at 3.5
+        one.send(other, 50, 2.0, 3.0, arrive, "second")  # sent at 4.0, there at 5.5, processed after the first
+        mate.send(one, 50, 1.0, 1.0, arrive, "within")  # the only processor of the host is free at 4.0
+        await asyncio.sleep(100)
+        return arrived
+
+    assert virtual_time.run(arrivals()) == [("within", 6.0), ("first", 6.5), ("second", 9.5)]
+
+
+def test_killed_process_handles_no_message():
+    async def handled() -> list[str]:
+        cluster = Cluster(2, per_host=1, processors=1, costs=COSTS)
+        names: list[str] = []
+        cluster.processes[0].send(cluster.processes[1], 0, 0.0, 1.0, names.append, "message")
+        cluster.processes[1].is_killed = True
+        await asyncio.sleep(100)
+        return names
+
+    assert virtual_time.run(handled()) == []
+
+
+def test_tasks_that_wait_for_each_other_are_an_error():
+    async def wait() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(RuntimeError, match="wait for each other"):
+        virtual_time.run(wait())

@@ -10,6 +10,8 @@ The `Endpoint` owns one `Agreements` and calls it under the lock of its `Progres
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from time import monotonic
@@ -188,8 +190,10 @@ class Agreements:
     def _advance(self, running: _Running) -> None:
         """Send what an agreement has to say, and end it or look at it again later."""
         agreement = running.agreement
-        for peer, message in agreement.take_outbox():
-            self._host.send_unordered(peer, AGREE, running.key, message.pack())
+        for message, sent in itertools.groupby(agreement.take_outbox(), key=operator.itemgetter(1)):
+            body = message.pack()
+            for peer, _ in sent:
+                self._host.send_unordered(peer, AGREE, running.key, body)
         decision = agreement.decision
         if decision is not None:
             error = None

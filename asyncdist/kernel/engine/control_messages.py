@@ -16,6 +16,8 @@ EXCLUDES = "it has declared this rank lost"
 """The goodbye to a peer that is lost here, and may be alive. The sender has not left."""
 MAX_CLOSING_FAILURES = 64
 """The number of failures in the closing frames of a rank."""
+_MOST_NOTIFIED = 64
+"""The members of a group whose failure one rank tells to all others."""
 _LONGEST_REASON = 1024
 """The characters of a reason that a message contains: a transport limits the bytes of all closing frames."""
 
@@ -65,11 +67,14 @@ def decode_abort(body: bytes, peer: int, host: EngineHost) -> GroupError:
 
 
 def ranks_to_notify(members: Sequence[int], rank: int, notified_by: int | None) -> list[int]:
-    """Return the ranks that ``rank`` notifies: all members if it detected the failure, else distances 1, 2, 4, …"""
-    if notified_by is None:
-        others = list(members)
-    else:
-        size, own = len(members), members.index(rank)
+    """Return the ranks that ``rank`` notifies: in a small group all members if it detected the failure itself.
+
+    Else those at distances 1, 2, 4, …, which pass the notice on: it reaches all members in a logarithmic number of steps,
+    also if some are lost. Connections of one rank to all members of a large group would take longer.
+    """
+    others, size = members, len(members)
+    if notified_by is not None or size > _MOST_NOTIFIED:
+        own = members.index(rank)
         others = [members[(own + (1 << k)) % size] for k in range(max(1, (size - 1).bit_length()))]
     return [member for member in others if member not in (rank, notified_by)]
 

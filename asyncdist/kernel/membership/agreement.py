@@ -252,7 +252,7 @@ class Agreement:
 
     def has_quorum_without(self, members: Collection[int]) -> bool:
         """Return whether the members that this one does not hold lost are enough to decide without some of them."""
-        present = [each for each in self._present() if each not in members]
+        present = {each for each in self._present() if each not in members}
         if all(each in self._ended for each in self.members if each not in present):
             return True
         return 2 * len(present) + (self.members[0] in present) > len(self.members)
@@ -410,15 +410,18 @@ class Agreement:
         return AgreementMessage(_PREPARE, ballot, ended=dict(self._ended), lost=dict(self._lost))
 
     def _coordinate(self) -> None:
-        present = set(self._present())
-        if self._electorate is not None and self._electorate != present:
+        # Looks at all members only when enough have answered. Members are lost and never return, so counts tell.
+        present = len(self.members) - len(self._lost)
+        if self._electorate is not None and len(self._electorate) != present:
             self._attempt += 1
             self._electorate = None
             self._promises.clear()
             self._begin_attempt(ask=True)
-        if self._electorate is None and present <= self._promises.keys() and self.has_quorum:
-            self._propose(present)
-        if self._electorate is not None and present <= self._acceptors:
+        if self._electorate is None and len(self._promises) >= present:
+            electorate = set(self._present())
+            if electorate <= self._promises.keys() and self.has_quorum:
+                self._propose(electorate)
+        if self._electorate is not None and len(self._acceptors) >= present and self._electorate <= self._acceptors:
             assert self._accepted is not None
             self._decide(self._accepted[1])
 

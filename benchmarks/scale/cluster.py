@@ -1,0 +1,123 @@
+"""A simulated cluster: hosts with processors and a network between them, in virtual time.
+
+What a process does takes its thread, and one processor of its host, for some seconds; a message then takes its time on the
+wires of both hosts. Everything happens in the order in which it is asked for. The model is LogGP's (Alexandrov, Ionescu,
+Schauser, Scheiman, "LogGP: incorporating long messages into the LogP model", SPAA 1995), with processors that are shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of what processes and the network do, as measured on real ones.
+
+    Attributes:
+        start: Processor time of a rank for its start, without what follows.
+        neighbour: Further processor time of a rank for each other rank of its host: both probe shared memory.
+        connect: Processor time of a client for a connection to the store.
+        accept: Processor time of the store for it.
+        request: Processor time of the store for a request and its reply.
+        answer: Processor time of a client for a request and its reply.
+        nbyte: Processor time on each side for a byte that the store receives or sends.
+        dial: Processor time on each side for a connection between ranks.
+        message: Processor time on each side for a small message between ranks.
+        latency: Time of a message on the way between two hosts.
+        bandwidth: Bytes per second into and out of a host.
+    """
+
+    start: float = 5e-3
+    neighbour: float = 1e-4
+    connect: float = 4e-4
+    accept: float = 3e-4
+    request: float = 2e-5
+    answer: float = 3e-5
+    nbyte: float = 5e-10
+    dial: float = 4e-4
+    message: float = 4e-5
+    latency: float = 2e-5
+    bandwidth: float = 1.25e9
+
+
+class Host:
+    """A host: processors, and a wire in each direction. Attributes say until when they are busy."""
+
+    __slots__ = ("incoming", "outgoing", "processors")
+
+    def __init__(self, processors: int) -> None:
+        self.processors = [0.0] * processors
+        self.outgoing = self.incoming = 0.0
+
+
+class Process:
+    """A process of a host. It has one thread, which does one thing after the other."""
+
+    __slots__ = ("_busy", "_cluster", "host", "is_killed", "used")
+
+    def __init__(self, cluster: Cluster, host: Host) -> None:
+        self._cluster, self.host, self._busy, self.is_killed = cluster, host, 0.0, False
+        self.used = 0.0
+        """The processor time that it has used."""
+
+    def work(self, seconds: float) -> float:
+        """Use a processor for some seconds from now, after earlier work; return when that is done."""
+        processors = self.host.processors
+        begun = max(self._cluster.now(), self._busy, processors[0])
+        self._busy = begun + seconds
+        self.used += seconds
+        heapq.heapreplace(processors, self._busy)
+        return self._busy
+
+    async def worked(self, seconds: float) -> None:
+        """Work for some seconds."""
+        await asyncio.sleep(self.work(seconds) - self._cluster.now())
+
+    def send(self, to: Process, nbytes: int, own: float, their: float, then: Callable[..., Any], *args: Any) -> None:
+        """Send a message, and call a function when the receiver has processed it, unless it is killed by then.
+
+        Args:
+            own: Processor time of the sender.
+            their: Processor time of the receiver.
+        """
+
+        def receive() -> None:
+            self._cluster.at(to.work(their), finish)
+
+        def finish() -> None:
+            if not to.is_killed:
+                then(*args)
+
+        self._cluster.at(self._cluster.carried(self.host, to.host, nbytes, self.work(own)), receive)
+
+
+class Cluster:
+    """Hosts with equally many processes, in order.
+
+    Args:
+        processors: The processors of a host.
+        per_host: The processes of a host.
+    """
+
+    def __init__(self, size: int, per_host: int, processors: int, costs: Costs) -> None:
+        loop = asyncio.get_running_loop()
+        self.now, self.at, self.costs, self.per_host = loop.time, loop.call_at, costs, per_host
+        self.hosts = [Host(processors) for _ in range(-(-size // per_host))]
+        self.processes = [Process(self, self.hosts[rank // per_host]) for rank in range(size)]
+        self.sent = 0
+        """The bytes of all messages."""
+
+    def carried(self, sender: Host, receiver: Host, nbytes: int, ready: float) -> float:
+        """Return when a message has arrived that was ready at a time."""
+        self.sent += nbytes
+        if sender is receiver:
+            return ready
+        seconds = nbytes / self.costs.bandwidth
+        sender.outgoing = max(sender.outgoing, ready) + seconds
+        receiver.incoming = max(receiver.incoming, sender.outgoing - seconds + self.costs.latency) + seconds
+        return receiver.incoming
