@@ -45,7 +45,7 @@ class Costs:
     bandwidth: float = 1.25e9
 
 
-class Host:
+class ClusterHost:
     """A host: processors, and a wire in each direction. Attributes say until when they are busy."""
 
     __slots__ = ("incoming", "outgoing", "processors")
@@ -55,12 +55,12 @@ class Host:
         self.outgoing = self.incoming = 0.0
 
 
-class Process:
+class ClusterProcess:
     """A process of a host. It has one thread, which does one thing after the other."""
 
     __slots__ = ("_busy", "_cluster", "host", "is_killed", "used")
 
-    def __init__(self, cluster: Cluster, host: Host) -> None:
+    def __init__(self, cluster: Cluster, host: ClusterHost) -> None:
         self._cluster, self.host, self._busy, self.is_killed = cluster, host, 0.0, False
         self.used = 0.0
         """The processor time that it has used."""
@@ -78,7 +78,9 @@ class Process:
         """Work for some seconds."""
         await asyncio.sleep(self.work(seconds) - self._cluster.now())
 
-    def send(self, to: Process, nbytes: int, own: float, their: float, then: Callable[..., Any], *args: Any) -> None:
+    def send(
+        self, to: ClusterProcess, nbytes: int, own: float, their: float, then: Callable[..., Any], *args: Any
+    ) -> None:
         """Send a message, and call a function when the receiver has processed it, unless it is killed by then.
 
         Args:
@@ -107,12 +109,12 @@ class Cluster:
     def __init__(self, size: int, per_host: int, processors: int, costs: Costs) -> None:
         loop = asyncio.get_running_loop()
         self.now, self.at, self.costs, self.per_host = loop.time, loop.call_at, costs, per_host
-        self.hosts = [Host(processors) for _ in range(-(-size // per_host))]
-        self.processes = [Process(self, self.hosts[rank // per_host]) for rank in range(size)]
+        self.hosts = [ClusterHost(processors) for _ in range(-(-size // per_host))]
+        self.processes = [ClusterProcess(self, self.hosts[rank // per_host]) for rank in range(size)]
         self.sent = 0
         """The bytes of all messages."""
 
-    def carried(self, sender: Host, receiver: Host, nbytes: int, ready: float) -> float:
+    def carried(self, sender: ClusterHost, receiver: ClusterHost, nbytes: int, ready: float) -> float:
         """Return when a message has arrived that was ready at a time."""
         self.sent += nbytes
         if sender is receiver:

@@ -13,7 +13,7 @@ from asyncdist.store.protocol.codec import packer
 from asyncdist.store.protocol.long_messages import weight
 from asyncdist.store.protocol.operations import Command, Op, OperationKind, Reply
 from asyncdist.store.state.machine import StoreState
-from benchmarks.scale.cluster import Cluster, Process
+from benchmarks.scale.cluster import Cluster, ClusterProcess
 
 T = TypeVar("T")
 _FRAME_NBYTES = HEADER_NBYTES + 8
@@ -29,7 +29,7 @@ class SimulatedServer:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.state, self.sent = cluster, StoreState(), 0
-        self.process = Process(cluster, cluster.hosts[0])
+        self.process = ClusterProcess(cluster, cluster.hosts[0])
         self.pack = packer()
 
     def execute(self, client: SimulatedStore, number: int, command: Command[Any]) -> None:
@@ -52,13 +52,13 @@ class SimulatedStore(AsyncStoreBase):
         nbytes: The bytes of all replies to this client.
     """
 
-    def __init__(self, server: SimulatedServer, process: Process) -> None:
+    def __init__(self, server: SimulatedServer, process: ClusterProcess) -> None:
         self.server, self.process, self.nbytes, self.timeout = server, process, 0, 0.0
         self._open: dict[int, Future[Any]] = {}
         self._last = 0
 
     @classmethod
-    async def connect(cls, server: SimulatedServer, process: Process) -> SimulatedStore:
+    async def connect(cls, server: SimulatedServer, process: ClusterProcess) -> SimulatedStore:
         """Connect to the server."""
         connected = asyncio.get_running_loop().create_future()
         costs = server.cluster.costs
