@@ -1,4 +1,4 @@
-"""The words with which torch's gloo reports timeouts and missing ranks.
+"""The words with which torch's gloo reports timeouts, lost peers and missing ranks.
 
 Programs and tests match these words. The methods of torch's classes add them to the messages of asyncdist's errors, which
 keep their own text. `process_group` and `torch_work` use this module.
@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from asyncdist.errors import GroupError, MismatchError, OperationTimeoutError, PeerLostError
 
 
-def add_timeout(error: OperationTimeoutError) -> None:
-    """Add the words of an operation that timed out. Idempotent, because several callers may see one error."""
-    direction = "send" if error.op == "send" else "recv"
-    _add(error, f"Timed out waiting {_milliseconds(error.timeout)}ms for {direction} operation to complete")
+def add_words(error: BaseException | None) -> None:
+    """Add the words of a time-out or of a lost peer to the error of an operation. Idempotent: several callers see one."""
+    if isinstance(error, OperationTimeoutError):
+        direction = "send" if error.op == "send" else "recv"
+        _add(error, f"Timed out waiting {_milliseconds(error.timeout)}ms for {direction} operation to complete")
+    elif isinstance(error, PeerLostError):
+        _add(error, "Connection closed by peer")
 
 
 def add_monitored_barrier(error: GroupError, ranks: Sequence[int], rank: int, wait_all_ranks: bool) -> None:

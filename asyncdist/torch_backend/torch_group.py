@@ -133,8 +133,8 @@ class TorchGroup(ProcessBound):
         if not work.is_success():
             try:
                 work.result()
-            except OperationTimeoutError as error:
-                gloo_words.add_timeout(error)
+            except GroupError as error:
+                gloo_words.add_words(error)
                 raise
         return DONE
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as torch_distributed
 
 from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.errors import OperationTimeoutError
+from asyncdist.errors import GroupError
 from asyncdist.groups import Group
 from asyncdist.kernel import DeviceWork, call_in_thread, excluded_from_compile
 from asyncdist.kernel.engine import work as started
@@ -61,8 +61,8 @@ class Work(ProcessBound, torch_distributed.Work):
         """
         try:
             return self._work.wait(timeout or None)
-        except OperationTimeoutError as error:
-            gloo_words.add_timeout(error)
+        except GroupError as error:
+            gloo_words.add_words(error)
             raise
         finally:
             if self._future is not None:
@@ -95,17 +95,15 @@ class Work(ProcessBound, torch_distributed.Work):
 
     def exception(self) -> BaseException | None:
         """Return the operation's error, None if it has succeeded or is still running."""
-        error = self._work.exception()
-        if isinstance(error, OperationTimeoutError):
-            gloo_words.add_timeout(error)
+        gloo_words.add_words(error := self._work.exception())
         return error
 
     def result(self) -> list[torch.Tensor]:
         """Return the output tensors; raise the operation's error, or UsageError while it is running."""
         try:
             self._work.result()
-        except OperationTimeoutError as error:
-            gloo_words.add_timeout(error)
+        except GroupError as error:
+            gloo_words.add_words(error)
             raise
         return self._outputs
 

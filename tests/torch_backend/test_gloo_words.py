@@ -1,15 +1,16 @@
-"""Gloo's words in the errors of timeouts and missing ranks: programs that match gloo's messages match asyncdist's."""
+"""Gloo's words in errors of timeouts, lost peers, missing ranks: programs that match gloo's messages match asyncdist's."""
 
 import threading
 from datetime import timedelta
 
 import pytest
+import torch
 from torch.distributed import distributed_c10d as c10d
 
 from asyncdist.errors import GroupError, OperationTimeoutError, PeerLostError
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.torch_backend import ProcessGroup
-from asyncdist.torch_backend.gloo_words import add_monitored_barrier, add_timeout
+from asyncdist.torch_backend.gloo_words import add_monitored_barrier, add_words
 
 SHORT, LONG = timedelta(milliseconds=300), timedelta(minutes=1)
 REACHED = (
@@ -87,5 +88,22 @@ def test_timeout_of_a_barrier_has_gloos_words_once(asynchronous):
 
 def test_timeout_of_a_send_has_gloos_words():
     error = OperationTimeoutError("timed out after 2 s", peers=[1], timeout=2.0, group="pair", rank=0, op="send", seq=0)
-    add_timeout(error)
+    add_words(error)
     assert "Timed out waiting 2000ms for send operation to complete" in str(error)
+
+
+def test_lost_peer_has_gloos_words_once():
+    """The libraries above torch look for them, as torchft's tests do."""
+    met = threading.Barrier(2)
+
+    def program(group):
+        met.wait(LONG.total_seconds())
+        if group.rank() == 1:
+            return
+        work = ProcessGroup(group, None).allreduce([torch.ones(1)])
+        for observe in (work.wait, work.result):
+            with pytest.raises(PeerLostError, match="Connection closed by peer"):
+                observe()
+        assert str(work.exception()).count("Connection closed by peer") == 1
+
+    run_ranks(2, program)

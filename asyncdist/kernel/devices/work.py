@@ -186,7 +186,7 @@ class DeviceWork(Work):
         limit = seconds(timeout)
         if not self._drive_until_enqueued(monotonic() + limit):
             raise WaitTimeoutError(
-                f"the operation was not completed within {limit:g} s and continues: wait again or abort the group"
+                f"the wait timed out after {limit:g} s, and the operation continues: wait again or abort the group"
             )
 
     def _drive_until_enqueued(self, until: float) -> bool:

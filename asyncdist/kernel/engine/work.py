@@ -247,7 +247,7 @@ class Work(ProcessBound, _Awaited[T_co]):
                 progress.drive(self, math.inf if limit == math.inf else monotonic() + limit)
                 if not self._done:
                     raise WaitTimeoutError(
-                        f"the operation was not completed within {limit:g} s and continues: wait again or abort the group"
+                        f"the wait timed out after {limit:g} s, and the operation continues: wait again or abort the group"
                     )
         self._outcome()
         return True

@@ -311,7 +311,7 @@ async def test_timed_out_wait_in_a_thread_leaves_the_operation_pending(transport
         loop = asyncio.get_running_loop()
         work = zero.all_reduce(ones())
         for limit in (0, 0.01, timedelta(milliseconds=10)):
-            with pytest.raises(WaitTimeoutError, match="and continues: wait again") as late:
+            with pytest.raises(WaitTimeoutError, match="and the operation continues: wait again") as late:
                 await loop.run_in_executor(threads, work.wait, limit)
             assert isinstance(late.value, TimeoutError)
         assert not work.is_completed()
