@@ -11,6 +11,7 @@ NEXT_VENV   ?= .venv-torch2.15
 OUT    ?= out/prove-gpu
 BIN    := $(VENV)/bin
 LIBRARIES := .venv-ecosystem
+TORCHFT := .venv-torchft
 READY  := $(VENV)/.ready
 
 .PHONY: train test test-all test-rest test-next-torch test-upstream test-ecosystem test-gpu prove-gpu fuzz chaos differences findings lint types docs diagrams bench build clean
@@ -52,7 +53,14 @@ $(LIBRARIES)/.ready: pyproject.toml constraints.txt tests/ecosystem/requirements
 	    -r tests/ecosystem/requirements.txt -e .
 	@touch $@
 
-test-ecosystem: $(LIBRARIES)/.ready  ## run programs of libraries above torch on asyncdist and on gloo; installs 2 GB
+# torch 2.14 and later can change the members of a group.
+$(TORCHFT)/.ready: pyproject.toml constraints-torch2.15.txt tests/ecosystem/requirements-torchft.txt
+	$(PYTHON) -m venv $(TORCHFT)
+	$(TORCHFT)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-torch2.15.txt \
+	    -r tests/ecosystem/requirements-torchft.txt -e .
+	@touch $@
+
+test-ecosystem: $(LIBRARIES)/.ready $(TORCHFT)/.ready  ## run programs of libraries above torch on asyncdist and on gloo; installs 4 GB
 	$(LIBRARIES)/bin/python tests/ecosystem/run.py
 
 # The python that runs here if its torch has CUDA, else the virtual environment's if there is one: nothing is fetched.
@@ -102,4 +110,4 @@ build: $(READY)
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) $(NEXT_VENV) $(LIBRARIES) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEXT_VENV) $(LIBRARIES) $(TORCHFT) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,6 +8,7 @@ program that passes on gloo fails on asyncdist, or if its results differ.
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -38,6 +39,8 @@ GROUPS = {
     "asyncdist": "asyncdist.torch_backend.process_group.ProcessGroup",
     "gloo": "torch.distributed.distributed_c10d.ProcessGroup",
 }
+TORCHFT = str(ROOT / ".venv-torchft" / "bin" / "python")
+"""The environment with torchft, which needs a later torch than the other libraries."""
 TOLERANCE = 1e-5
 """Relative tolerance of results, for another order of summation."""
 LIMIT = 600.0
@@ -61,7 +64,8 @@ _FOLDER = re.compile(r"\S*/site-packages/")
 class Case:
     """A program in a row of the table.
 
-    ``launched`` is False for a program that starts its ranks itself; torchrun starts the others.
+    ``launched`` is False for a program that starts its ranks itself; torchrun starts the others. ``ranks`` report results.
+    ``python`` is that of the environment with the library.
     """
 
     library: str
@@ -70,6 +74,21 @@ class Case:
     arguments: tuple[str, ...] = ()
     launched: bool = True
     limit: float = LIMIT
+    ranks: int = RANKS
+    python: str = sys.executable
+
+    @property
+    def version(self) -> str:
+        """The version of the library, in the environment of the program."""
+        return versions_at(self.python)[self.library]
+
+
+@functools.cache
+def versions_at(python: str) -> dict[str, str]:
+    """Return the versions of the packages of an environment by name."""
+    program = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
+    made = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
+    return dict(json.loads(made.stdout))
 
 
 CASES = (
@@ -100,6 +119,11 @@ CASES = (
     *(Case("deepspeed", f"ZeRO stage {stage}", "deepspeed_zero", (str(stage),)) for stage in range(4)),
     Case("deepspeed", "pipeline of two stages", "deepspeed_pipeline"),
     Case("ray", "`TorchTrainer`", "ray_train", launched=False),
+    *(
+        Case("torchft-nightly", f"{what}, a replica is replaced", "torchft_training", (how,), False, python=TORCHFT)
+        for what, how in (("Manager, DDP", "ddp"), ("LocalSGD", "local_sgd"), ("DiLoCo", "diloco"))
+    ),
+    Case("torchft-nightly", "its own tests", "torchft_tests", (), False, limit=1800.0, ranks=1, python=TORCHFT),
 )  # fmt: skip
 
 ENVIRONMENT = {
@@ -138,7 +162,7 @@ def run_case(case: Case, backend: str, programs: Path, folder: Path) -> Outcome:
     """Run a program on two ranks."""
     prepare(case, backend, programs, folder)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"] if case.launched else []
-    command = [sys.executable, *launcher, f"{case.program}.py", *case.arguments]
+    command = [case.python, *launcher, f"{case.program}.py", *case.arguments]
     environment = {**os.environ, **ENVIRONMENT, "ECOSYSTEM_RESULTS": str(folder / "results")}
     environment["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")
     started = time.monotonic()
@@ -161,7 +185,7 @@ def run_case(case: Case, backend: str, programs: Path, folder: Path) -> Outcome:
     seconds = time.monotonic() - started
     if reason:
         return Outcome(seconds, f"{reason}; {reason_in(folder / 'log')}")
-    return check_results(folder / "results", backend, seconds)
+    return check_results(folder / "results", backend, seconds, case.ranks)
 
 
 def end_launcher(process: subprocess.Popen[bytes]) -> None:
@@ -171,10 +195,10 @@ def end_launcher(process: subprocess.Popen[bytes]) -> None:
         process.wait(GRACE)
 
 
-def check_results(folder: Path, backend: str, seconds: float) -> Outcome:
+def check_results(folder: Path, backend: str, seconds: float, ranks: int = RANKS) -> Outcome:
     """Read the results of all ranks. A rank without results, or on another back end, fails the program."""
     results = []
-    for rank in range(RANKS):
+    for rank in range(ranks):
         path = folder / f"rank-{rank}.json"
         if not path.exists():
             return Outcome(seconds, f"rank {rank} reported nothing")
@@ -247,6 +271,9 @@ programs train a small model and also compare its weights with those of training
 results are those on gloo, within a relative {tolerance:g}. The scripts check their own results and report none. The times
 include imports, on a machine with other work: they are no measurement of the back ends.
 
+torchft runs with the torch of constraints-torch2.15.txt. In its programs a replica is killed and replaced. Its tests come
+with its wheel; the program names those that are left out, such as tests of gloo by name.
+
 Accelerate does not join uneven inputs on CPUs. In `test_distributed_data_loop` the ranks therefore call different
 collectives: gloo hangs, and asyncdist raises an error.
 {failures}
@@ -275,8 +302,8 @@ def page(outcomes: dict[Case, dict[str, Outcome]]) -> str:
         for backend, outcome in (("asyncdist", ours), ("gloo", theirs)):
             if outcome.reason:
                 failures.append(f"- {case.library}, {case.what}, on {backend}: {outcome.reason}")
-    libraries = dict.fromkeys(case.library for case in outcomes)
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in libraries)
+    libraries = {case.library: case.version for case in outcomes}
+    versions = ", ".join(f"{name} {version}" for name, version in libraries.items())
     system = f"{platform.system()} {platform.release().split('-')[0]}"
     return PAGE.format(
         torch=importlib.metadata.version("torch"), python=platform.python_version(),
@@ -318,9 +345,12 @@ def main() -> int:
         wrong += bool(found)
         cells = ["failed" if each[backend].reason else "passed" for backend in BACKENDS]
         times = ", ".join(f"{each[backend].seconds:.0f}" for backend in BACKENDS)
-        version = importlib.metadata.version(case.library)
         table.add_row(
-            f"{case.library} {version}", case.what, *cells, times, found or ("" if each["gloo"].reason else "equal")
+            f"{case.library} {case.version}",
+            case.what,
+            *cells,
+            times,
+            found or ("" if each["gloo"].reason else "equal"),
         )
     console.print(table, markup=False)
     if options.page:
