@@ -9,6 +9,7 @@ from asyncdist.config import Config
 from asyncdist.kernel.tracing.job_status import job_status
 from asyncdist.status.viewer import JobViewer
 from asyncdist.store import StoreServer
+from benchmarks import laboratory
 
 pytestmark = pytest.mark.processes
 
@@ -41,9 +42,9 @@ def hear(process, kind):
     return said
 
 
-def founders(nursery, job, transport, count, min_size):
+def founders(nursery, job, transport, count, min_size, **environment):
     """Start the first members; return once all of them train."""
-    members = [start(nursery, job, transport, min_size, count) for _ in range(count)]
+    members = [start(nursery, job, transport, min_size, count, **environment) for _ in range(count)]
     for each in members:
         assert hear(each, "generation")[1] == count
         hear(each, "step")
@@ -84,6 +85,22 @@ def test_members_wait_for_a_newcomer_if_too_few_are_left(nursery, job, transport
     members.append(start(nursery, job, transport, 2, 2))
     assert hear(members[-1], "generation")[1:3] == (2, True)
     finish(members)
+
+
+def test_members_and_their_store_that_are_stopped_together_go_on_in_the_same_generation(nursery, job, transport):
+    """As if their machine had been suspended, for longer than leases and heartbeats. Another job is the clock."""
+    store = nursery.start(laboratory.__file__, "serve_store", "127.0.0.1")
+    own = f"asyncdist://127.0.0.1:{store.hear()}/job"
+    members = founders(nursery, own, transport, 3, 1, ASYNCDIST_HEARTBEAT="0.5")
+    watcher, _, alone = founders(nursery, job, transport, 3, 1, ASYNCDIST_HEARTBEAT="3")
+    for each in (*members, store, alone):
+        each.stop()
+    assert hear(watcher, "generation")[1] == 2
+    for each in (store, *members):
+        each.resume()
+    members[0].say("end")
+    assert [each.hear()[0] for each in members] == ["done"] * 3
+    assert [each.wait() for each in members] == [0] * 3
 
 
 @pytest.mark.exhaustive

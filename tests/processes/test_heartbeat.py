@@ -35,6 +35,26 @@ def test_stopped_rank_is_lost_and_learns_why_when_it_continues(job, all_do, face
     assert all_do(others, "all_reduce", "rest", 1000) == [2.0, 2.0]
 
 
+def test_ranks_that_are_stopped_together_lose_nobody(job, all_do, face):
+    """As if their machine had been suspended. A rank of another world, which is stopped alone, is the clock."""
+    ranks = job.met(3, face, **SHORT)
+    watcher, alone = job.met(2, face, ASYNCDIST_HEARTBEAT="3")
+    for told in ranks[:2]:
+        told.tell("all_reduce", "world", 1000)
+    for told in (*ranks, alone):
+        told.process.stop()
+    # Six times the limit of the three.
+    (failed,) = all_do([watcher], "all_reduce", "world", 1000)
+    assert (failed.kind, failed.peer, failed.noticed) == ("PeerLostError", 1, "heartbeat"), failed.text
+    for told in ranks:
+        told.process.resume()
+    ranks[2].tell("all_reduce", "world", 1000)
+    assert [told.hear() for told in ranks] == [3.0] * 3
+    # They look at each other again.
+    ranks[1].process.stop()
+    check_silent(all_do([ranks[0], ranks[2]], "all_reduce", "world", 1000), 1)
+
+
 def test_rank_whose_interpreter_is_held_is_lost(job, all_do, face, until):
     """The others make no calls: they learn it too."""
     ranks = job.met(3, face, **SHORT)
