@@ -48,6 +48,9 @@ from asyncdist.store.state.sessions import SessionTable
 
 logger = logging.getLogger(__name__)
 
+_STOPPED = 0.5
+"""Seconds after which a timer is so late that the server's process or machine must have been stopped."""
+
 
 class StoreServer(lifecycle.ProcessBound):
     """A store that listens at ``host`` and ``port``. Create it with `start`, and `close` it.
@@ -296,7 +299,10 @@ class StoreServer(lifecycle.ProcessBound):
             self._lease_timer = self._loop.call_later(max(0.0, end - time.monotonic()), self._end_leases)
 
     def _end_leases(self) -> None:
-        for session in self.sessions.expire(time.monotonic()):
+        now = time.monotonic()
+        if now - self.sessions.next_end() > _STOPPED:
+            self.sessions.restart_leases(now)
+        for session in self.sessions.expire(now):
             self.deliver(self.state.expire(session.identity), None)
         self._watch_leases()
 

@@ -143,6 +143,12 @@ class SessionTable:
     def next_end(self) -> float:
         return self._disconnected[0][0] if self._disconnected else math.inf
 
+    def restart_leases(self, now: float) -> None:
+        """Start the leases of disconnected clients again: the server was stopped, and no client could return."""
+        for session in self._sessions.values():
+            if session.connection is None:
+                self._start_lease(session, now)
+
     def expire(self, now: float) -> list[ClientSession]:
         ended = []
         while self._disconnected and self._disconnected[0][0] <= now:

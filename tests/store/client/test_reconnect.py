@@ -506,6 +506,26 @@ async def test_ephemeral_key_of_a_killed_process_is_deleted_when_its_lease_expir
     assert len(server.sessions) == 1
 
 
+async def test_client_can_return_after_its_lease_has_passed_while_the_server_was_stopped(
+    server, proxy, connect, eventually
+):
+    other = await connect(proxy.address, store_lease=0.6)
+    await other.set("here", b"alive", ephemeral=True)
+    (identity,) = (each for each, (lease, *_) in server.sessions.gather()().items() if lease == 0.6)
+    session = server.sessions.get(identity)
+    proxy.clog()
+    proxy.cut()
+    await eventually(lambda: session.connection is None)
+    # The server runs on this loop.
+    time.sleep(1.2)  # noqa: ASYNC251
+    until = time.monotonic() + 0.6
+    await eventually(lambda: session.until > until)
+    assert server.sessions.get(identity) is session
+    proxy.unclog()
+    await other.check([])
+    assert other.expiries == 0
+
+
 @EACH_KIND
 async def test_no_request_overtakes_a_long_ephemeral_value_that_is_restored(server, proxy, connect, kind, eventually):
     other = await connect(proxy.address, kind=kind, store_lease=0.0)

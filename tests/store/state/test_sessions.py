@@ -32,6 +32,17 @@ def test_lease_of_the_latest_connection_counts():
     assert sessions.next_end() == 120.0
 
 
+def test_restarted_leases_run_anew_for_clients_that_are_away():
+    sessions = SessionTable()
+    here, _, _ = sessions.open(b"here", 10.0, "one")
+    away, _, _ = sessions.open(b"away", 10.0, "two")
+    sessions.disconnect(away, "two", 100.0)
+    sessions.restart_leases(500.0)
+    assert sessions.expire(509.9) == []
+    assert sessions.expire(510.0) == [away]
+    assert sessions.get(b"here") is here
+
+
 def test_restored_lease_runs_from_the_start_of_the_server():
     sessions = SessionTable()
     sessions.restore({b"a": (10.0, {7: (OperationKind.RESULT, 1)}, 0)}, 100.0)
