@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import random
 import select
@@ -11,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import click
 
 from asyncdist.cli.option_types import ListOf, Seconds
-from asyncdist.cli.page import Column, Grid, duration
+from asyncdist.cli.page import Column, Grid, duration, times
 from asyncdist.errors import BenchmarkError
 from benchmarks.benchmark import Benchmark, option
 from benchmarks.grid import Case, GridReport, Line, lines
@@ -33,6 +35,8 @@ FAULTS = {
 """The faults, with what happens. The last three need two hosts."""
 ON_TWO_HOSTS = ("kill-host", "cut", "drop")
 ON_ONE_HOST = ("kill", "stop", "hold")
+TORCHFT = {"asyncdist under torchft": "asyncdist", "gloo under torchft": "gloo"}
+"""The contenders under torchft, with their back ends."""
 JOBS = ("join", "throughput")
 """The parts of the benchmark with jobs whose members change: one joins, and members are killed while they train."""
 _SETTLE = 0.2
@@ -60,6 +64,9 @@ class FaultsPlan:
         "5,0.5", "Values of ASYNCDIST_HEARTBEAT to measure with.", _HEARTBEATS, name="--heartbeat"
     )
     gloo: bool = option(False, "Also measure torch's gloo.")
+    torchft: bool = option(
+        False, "Also measure asyncdist and gloo under torchft, on one host; needs torch 2.14 or later."
+    )
     limit: float = option(60.0, "Seconds after which a fault counts as unnoticed.", Seconds(1))
     every: tuple[float, ...] = (15.0, 2.0)
 
@@ -77,12 +84,16 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
     \b
     python -m benchmarks faults --gloo --output docs/bench
     python -m benchmarks faults kill stop --rounds 5 --heartbeat 0.5
+    python -m benchmarks faults kill stop join throughput --torchft
     """
 
     title = "Failures"
     plan_type = FaultsPlan
     program = Path(__file__).with_name("ranks.py")
-    preload = ("torch", "torch.distributed", "asyncdist", "asyncdist.sync")
+    preload = (
+        *("torch", "torch.distributed", "asyncdist", "asyncdist.sync"),
+        *(("torchft", "asyncdist.torch_backend") if importlib.util.find_spec("torchft") is not None else ()),
+    )
     parts = (*FAULTS, *JOBS)
     parts_on_hosts = ON_TWO_HOSTS
 
@@ -92,16 +103,26 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
             for fault in (part for part in plan.parts if part in FAULTS):
                 # Heartbeats make no difference where the connections of a process end.
                 contenders = ("shm+tcp",) if fault in ON_TWO_HOSTS else plan.transports
+                if fault in ("kill", "stop"):
+                    contenders = (*contenders, *self._under_torchft)
                 beats = plan.heartbeats[:1] if fault.startswith("kill") else plan.heartbeats
                 for heartbeat in beats if contenders else ():
                     yield self._case(fault, heartbeat, contenders)
                 if plan.gloo:
                     yield self._case(fault, None, ("gloo",))
-        for transport in plan.transports:
+        for who in (*plan.transports, *self._under_torchft):
             if "join" in plan.parts:
-                yield self._join(transport)
+                yield self._join(who)
             if "throughput" in plan.parts:
-                yield from (self._throughput(transport, every) for every in plan.every)
+                yield from (self._throughput(who, every) for every in plan.every)
+
+    @property
+    def _under_torchft(self) -> Sequence[str]:
+        return tuple(TORCHFT) if self.plan.torchft else ()
+
+    @classmethod
+    def file_stem(cls, name: str, plan: FaultsPlan) -> str:
+        return f"{name}-torchft" if plan.torchft else name
 
     @classmethod
     def tables(cls, report: GridReport[FaultsPlan]) -> tuple[list[str], list[Grid]]:
@@ -113,9 +134,18 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
             )
         if any("gloo" in case.samples for case in report.cases):
             about.append("a rank of gloo ends with its error, as a training script does; gloo's timeout is 30 minutes")
+        if report.plan.torchft:
+            about.append(
+                "under torchft the lighthouse forgets a replica after the heartbeat (5 s if none is named), and operations "
+                "time out after it (torchft's default: 60 s)"
+            )
         for title, faults in (("One host", ON_ONE_HOST), ("Two hosts", ON_TWO_HOSTS)):
             if cases := report.of(*faults):
-                grids.append(Grid.of(title, _fault_columns(report.plan.limit), lines(cases), group_rows=True))
+                grids.append(
+                    Grid.of(
+                        title, _fault_columns(report.plan.limit, report.plan.torchft), lines(cases), group_rows=True
+                    )
+                )
         if jobs := report.of(*JOBS):
             grids.append(Grid.of("Jobs whose members change", _JOB_COLUMNS, lines(jobs)))
         return about, grids
@@ -144,15 +174,23 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
         """Start the ranks; return once each has finished an all-reduce."""
         where, size = self.laboratory.world(), self.plan.ranks
         environment = {} if heartbeat is None else {"ASYNCDIST_HEARTBEAT": str(heartbeat)}
-        if fault not in ON_TWO_HOSTS and who != "gloo":
+        function = "wait_with_gloo" if who == "gloo" else "wait_with_asyncdist"
+        arguments: tuple[Any, ...] = ()
+        if who in TORCHFT:
+            function, arguments = "wait_under_torchft", (TORCHFT[who], *self._lighthouse(heartbeat))
+        elif fault not in ON_TWO_HOSTS and who != "gloo":
             environment["ASYNCDIST_TRANSPORT"] = who
         ranks = []
         for rank in range(size):
             host = 2 * rank // size if fault in ON_TWO_HOSTS else None
-            function = "wait_with_gloo" if who == "gloo" else "wait_with_asyncdist"
-            ranks.append(self.laboratory.start(function, where, rank, size, host=host, **environment))
+            ranks.append(self.laboratory.start(function, where, rank, size, *arguments, host=host, **environment))
         hear_all(ranks, PATIENCE)
         return ranks
+
+    def _lighthouse(self, heartbeat: float | None = None) -> tuple[int, float]:
+        """Start a lighthouse; return its port and the seconds after which it forgets replicas, by default torchft's 5."""
+        limit = heartbeat or 5.0
+        return self.laboratory.start("serve_lighthouse", limit).hear(), limit
 
     def _round(self, case: Case, who: str, ranks: Sequence[RankProcess]) -> bool:
         """Let the fault happen, and note the times; return False if a rank has not noticed it within the limit."""
@@ -172,11 +210,11 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
             return False
         further = {}
         if who != "gloo":
-            outcomes = hear_all(told, PATIENCE)
+            outcomes = hear_all(told, 3 * PATIENCE if who in TORCHFT else PATIENCE)
             again = [time_of - at for (error, time_of), at in zip(outcomes, failed, strict=True) if error is None]
-            if not again:
+            if not again and who not in TORCHFT:
                 raise BenchmarkError(f"no rank could go on after {case.part!r}: {outcomes}")
-            further["again"] = max(again)
+            further = {"again": max(again)} if len(again) == len(told) or who not in TORCHFT else {}
         case.add(who, max(failed) - begun, **further)
         return True
 
@@ -192,32 +230,64 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
     # -- jobs ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _job(self, transport: str) -> Iterator[Callable[..., RankProcess]]:
-        """Serve the store of a job; yield a function that starts a process of it."""
+    def _job(self, who: str) -> Iterator[Callable[..., RankProcess]]:
+        """Serve the store of a job, or its lighthouse; yield a function that starts a process of it."""
+        if who in TORCHFT:
+            where, lighthouse, numbers = self.laboratory.world(), self._lighthouse(), itertools.count()
+            yield lambda function, *_: self.laboratory.start(
+                "train_under_torchft", where, next(numbers), TORCHFT[who], *lighthouse, function == "join"
+            )
+            self.laboratory.clear()
+            return
         with self.laboratory.store() as where:
-            yield lambda function, *sizes: self.laboratory.start(function, where, *sizes, ASYNCDIST_TRANSPORT=transport)
+            yield lambda function, *sizes: self.laboratory.start(function, where, *sizes, ASYNCDIST_TRANSPORT=who)
 
-    def _join(self, transport: str) -> Case:
+    def _join(self, who: str) -> Case:
         """Measure how long a process takes to become a member, without a state to receive."""
         case, founders = Case("join", "from `join` to the first group"), self.plan.ranks - 1
-        with self._job(transport) as start:
+        if who in TORCHFT:
+            return self._join_under_torchft(who, case, founders)
+        with self._job(who) as start:
             members = [start("join", 2, founders) for _ in range(founders)]
             hear_all(members, PATIENCE)
             for each in members:
                 each.say("join")
             hear_all(members, PATIENCE)
             for number in range(self.plan.rounds):
-                self.laboratory.progress(f"a process joins a job; {transport}: {number + 1} of {self.plan.rounds}")
+                self.laboratory.progress(f"a process joins a job; {who}: {number + 1} of {self.plan.rounds}")
                 newcomer = start("join", 2, 2)
                 newcomer.hear()
                 newcomer.say("join")
                 called, joined = newcomer.hear()
-                case.add(transport, joined - called)
+                case.add(who, joined - called)
                 newcomer.kill()
                 newcomer.wait()
         return case
 
-    def _throughput(self, transport: str, every: float) -> Case:
+    def _join_under_torchft(self, who: str, case: Case, founders: int) -> Case:
+        with self._job(who) as start:
+            members = [start("join") for _ in range(founders)]
+            for each in members:
+                each.hear()
+                each.say("join")
+            for number in range(self.plan.rounds):
+                # All of them, again after the newcomer before was killed.
+                while members[0].hear()[1] != founders:
+                    pass
+                self.laboratory.progress(f"a process joins a job; {who}: {number + 1} of {self.plan.rounds}")
+                newcomer = start("join")
+                newcomer.hear()
+                newcomer.say("join")
+                called, _ = newcomer.hear()
+                joined, size = newcomer.hear()
+                while size <= founders:
+                    joined, size = newcomer.hear()
+                case.add(who, joined - called)
+                newcomer.kill()
+                newcomer.wait()
+        return case
+
+    def _throughput(self, who: str, every: float) -> Case:
         """Measure the steps of four members, without kills and then with one kill in ``every`` seconds.
 
         The figure is the steps that all members commit with kills, over those that as many members commit without
@@ -226,8 +296,8 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
         size, kills = 4, max(1, round(_DISTURBED / every))
         name = f"{size} members train, one is killed and replaced every {every:g} s"
         case = Case("throughput", name, "of the throughput", facts={"every": every, "kills": _TURNS * kills})
-        self.laboratory.progress(f"members are killed every {every:g} s while they train; {transport}")
-        with self._job(transport) as start:
+        self.laboratory.progress(f"members are killed every {every:g} s while they train; {who}")
+        with self._job(who) as start:
             members = [start("train", 2, size) for _ in range(size)]
             hear_all(members, PATIENCE)
             chance = random.Random(0)
@@ -241,11 +311,11 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
                 _wait_for_all(members)
                 undisturbed.append(_member_steps(members, _UNDISTURBED))
         rates = [(before + after) / 2 / _UNDISTURBED for before, after in itertools.pairwise(undisturbed)]
-        case.add(transport, steps / (sum(rates) * kills * every))
+        case.add(who, steps / (sum(rates) * kills * every))
         return case
 
 
-def _fault_columns(limit: float) -> list[Column[Line]]:
+def _fault_columns(limit: float, is_under_torchft: bool) -> list[Column[Line]]:
     def known(write: Callable[[Sequence[float]], str]) -> Callable[[Line], str]:
         return lambda line: f"> {limit:g} s" if line[1] in line[0].facts["unaware"] else write(line[0].of(line[1]))
 
@@ -265,6 +335,7 @@ def _fault_columns(limit: float) -> list[Column[Line]]:
         ("longest", known(_longest)),
         ("going on", going_on(_median, "the job is over")),
         ("longest", going_on(_longest, "—")),
+        *([("gloo under torchft / it", _times_shorter)] if is_under_torchft else []),
     ]
 
 
@@ -276,6 +347,16 @@ _JOB_COLUMNS: list[Column[Line]] = [
     ("longest", lambda line: _longest(line[0].of(line[1])) if line[0].unit == "s" else "—"),
     ("of the throughput without kills", lambda line: "—" if line[0].unit == "s" else f"{line[0].median(line[1]):.0%}"),
 ]
+
+
+def _times_shorter(line: Line) -> str:
+    """Return the ratio of the medians of gloo under torchft to those of a contender, from the fault until it goes on."""
+    case, who = line
+    each = [(case.of(name), case.of(name, "again")) for name in ("gloo under torchft", who)]
+    if not all(known and again for known, again in each):
+        return times(None)
+    theirs, ours = (median(known) + median(again) for known, again in each)
+    return times(theirs / ours)
 
 
 def _median(samples: Sequence[float]) -> str:

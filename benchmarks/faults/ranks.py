@@ -9,7 +9,9 @@ import asyncio
 import ctypes
 import os
 import time
+from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -113,3 +115,91 @@ def train(test: Connection, job: str, min_size: int, start_size: int) -> None:
                     group.all_reduce(gradients, sync.ReduceOp.AVG, background=False).result()
                 if step.committed:
                     test.send((time.monotonic(), group.size()))
+
+
+# -- under torchft -----------------------------------------------------------------------------------
+
+_MOST_PROCESSES = 1000
+"""The processes of a job, also those that follow killed ones. gloo needs their number, and another rank for each."""
+_HOST = "127.0.0.1"
+
+
+def serve_lighthouse(test: Connection, heartbeat: float) -> None:
+    """Serve a lighthouse that forgets replicas after ``heartbeat`` seconds, and send its port."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(bind="[::]:0", min_replicas=1, heartbeat_timeout_ms=round(1000 * heartbeat))
+    test.send(int(server.address().rpartition(":")[2]))
+    test.recv()
+
+
+def _manager(where: str, backend: str, lighthouse: int, limit: float, number: int) -> Any:
+    """Return the manager of a replica of one rank. ``number`` is that of the process.
+
+    Operations time out after ``limit`` seconds, so that gloo, too, notices a silent rank after them; 60 is the default.
+    """
+    import torch.distributed
+    from torchft import Manager
+
+    dist: Any = torch.distributed
+    dist.init_process_group(
+        backend, init_method=where, rank=number, world_size=_MOST_PROCESSES, enable_reconfigure=True,
+        timeout=timedelta(seconds=limit),
+    )  # fmt: skip
+    own = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    return Manager(
+        pg=dist.group.WORLD, min_replica_size=1, use_async_quorum=False, replica_id=f"replica_{number}", rank=0,
+        load_state_dict=bool, state_dict=dict, lighthouse_addr=f"http://{_HOST}:{lighthouse}", world_size=1,
+        store_addr=_HOST, store_port=own.port, hostname=_HOST, timeout=timedelta(seconds=limit),
+    )  # fmt: skip
+
+
+def wait_under_torchft(
+    test: Connection, where: str, rank: int, size: int, backend: str, lighthouse: int, limit: float
+) -> None:
+    """Do as `wait_with_asyncdist` does, with a group that torchft's manager changes."""
+    manager, tensor = _manager(where, backend, lighthouse, limit, rank), torch.ones(1)
+    for _ in range(_WARM_UPS):
+        manager.start_quorum()
+        while manager.num_participants() < size:
+            manager.start_quorum()
+        manager.allreduce(tensor).wait()
+        manager.should_commit()
+    manager.start_quorum()
+    test.send("ready")
+    _begin(test)
+    manager.allreduce(tensor).wait()
+    test.send((str(manager.errored()), time.monotonic()))
+    try:
+        while not manager.should_commit():
+            manager.start_quorum()
+            manager.allreduce(tensor).wait()
+    # The lighthouse does not answer as long as other replicas wait for their all-reduce.
+    except TimeoutError as error:
+        test.send((type(error).__name__, time.monotonic()))
+    else:
+        test.send((None, time.monotonic()))
+    test.recv()
+    os._exit(0)
+
+
+def train_under_torchft(
+    test: Connection, where: str, number: int, backend: str, lighthouse: int, limit: float, joins: bool
+) -> None:
+    """Do as `train` does, under torchft; with ``joins`` send instead ``"ready"``, and after a message (time, members).
+
+    The former is the time when it begins, and then the times of the first steps with another number of members.
+    """
+    gradients, last = torch.ones(1 if joins else _GRADIENTS), 0
+    if joins:
+        test.send("ready")
+        test.recv()
+        test.send((time.monotonic(), 0))
+    manager = _manager(where, backend, lighthouse, limit, number)
+    while True:
+        manager.start_quorum()
+        time.sleep(STEP_SECONDS / 4 if joins else STEP_SECONDS)
+        manager.allreduce(gradients).wait()
+        if manager.should_commit() and (not joins or manager.num_participants() != last):
+            last = manager.num_participants()
+            test.send((time.monotonic(), last))

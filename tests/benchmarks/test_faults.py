@@ -60,6 +60,23 @@ def test_newcomers_join_and_killed_members_are_replaced(monkeypatch):
     assert trained.facts["kills"] == 8
 
 
+def test_page_compares_with_gloo_under_torchft(unknown_machine):
+    killed = Case("kill", FAULTS["kill"], facts={"heartbeat": 5.0, "unaware": ["gloo"]}, samples={"gloo": {}})
+    killed.add("shm", 0.02, again=0.03)
+    killed.add("asyncdist under torchft", 0.02, again=4.98)
+    killed.add("gloo under torchft", 60.0)
+    killed.add("gloo under torchft", 62.0, again=4.0)
+    report = GridReport(FaultsPlan(("kill",), torchft=True), unknown_machine, [killed])
+    (one,) = FaultsBenchmark.page(report).grids
+    assert {row[1]: row[-1] for row in one.rows} == {
+        "gloo": "—",
+        "shm": "1300×",
+        "asyncdist under torchft": "13.0×",
+        "gloo under torchft": "1.00×",
+    }
+    assert FaultsBenchmark.file_stem("faults", report.plan) == "faults-torchft"
+
+
 def test_page_has_a_row_for_each_case(unknown_machine):
     killed = Case("kill", FAULTS["kill"], facts={"heartbeat": 5.0, "unaware": []})
     for told, again in ((0.02, 0.03), (0.04, 0.02), (0.03, 0.05)):
