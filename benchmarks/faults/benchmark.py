@@ -233,9 +233,10 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
     def _job(self, who: str) -> Iterator[Callable[..., RankProcess]]:
         """Serve the store of a job, or its lighthouse; yield a function that starts a process of it."""
         if who in TORCHFT:
-            where, lighthouse, numbers = self.laboratory.world(), self._lighthouse(), itertools.count()
-            yield lambda function, *_: self.laboratory.start(
-                "train_under_torchft", where, next(numbers), TORCHFT[who], *lighthouse, function == "join"
+            known, numbers = (TORCHFT[who], *self._lighthouse()), itertools.count()
+            where = self.laboratory.world()
+            yield lambda function, *sizes: self.laboratory.start(
+                f"{function}_under_torchft", where, next(numbers), *known, *sizes
             )
             self.laboratory.clear()
             return
@@ -245,8 +246,6 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
     def _join(self, who: str) -> Case:
         """Measure how long a process takes to become a member, without a state to receive."""
         case, founders = Case("join", "from `join` to the first group"), self.plan.ranks - 1
-        if who in TORCHFT:
-            return self._join_under_torchft(who, case, founders)
         with self._job(who) as start:
             members = [start("join", 2, founders) for _ in range(founders)]
             hear_all(members, PATIENCE)
@@ -262,29 +261,9 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
                 case.add(who, joined - called)
                 newcomer.kill()
                 newcomer.wait()
-        return case
-
-    def _join_under_torchft(self, who: str, case: Case, founders: int) -> Case:
-        with self._job(who) as start:
-            members = [start("join") for _ in range(founders)]
-            for each in members:
-                each.hear()
-                each.say("join")
-            for number in range(self.plan.rounds):
-                # All of them, again after the newcomer before was killed.
-                while members[0].hear()[1] != founders:
+                # With a store the members have gone on before the next process could call `join`.
+                while who in TORCHFT and members[0].hear()[1] != founders:
                     pass
-                self.laboratory.progress(f"a process joins a job; {who}: {number + 1} of {self.plan.rounds}")
-                newcomer = start("join")
-                newcomer.hear()
-                newcomer.say("join")
-                called, _ = newcomer.hear()
-                joined, size = newcomer.hear()
-                while size <= founders:
-                    joined, size = newcomer.hear()
-                case.add(who, joined - called)
-                newcomer.kill()
-                newcomer.wait()
         return case
 
     def _throughput(self, who: str, every: float) -> Case:

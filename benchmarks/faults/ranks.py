@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import os
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -183,23 +184,38 @@ def wait_under_torchft(
     os._exit(0)
 
 
-def train_under_torchft(
-    test: Connection, where: str, number: int, backend: str, lighthouse: int, limit: float, joins: bool
+def join_under_torchft(
+    test: Connection, where: str, number: int, backend: str, lighthouse: int, limit: float, least: int, begun: int
 ) -> None:
-    """Do as `train` does, under torchft; with ``joins`` send instead ``"ready"``, and after a message (time, members).
+    """Do as `join` does, under torchft, with a first group of ``begun``; then send (time, members) of each change."""
+    test.send("ready")
+    test.recv()
+    called, last = time.monotonic(), 0
+    for now, members in _steps_under_torchft(where, number, backend, lighthouse, limit, STEP_SECONDS / 4, 1):
+        if called and members >= begun:
+            test.send((called, now))
+            called = 0.0
+        elif not called and members != last:
+            test.send((now, members))
+        last = members
 
-    The former is the time when it begins, and then the times of the first steps with another number of members.
-    """
-    gradients, last = torch.ones(1 if joins else _GRADIENTS), 0
-    if joins:
-        test.send("ready")
-        test.recv()
-        test.send((time.monotonic(), 0))
-    manager = _manager(where, backend, lighthouse, limit, number)
+
+def train_under_torchft(
+    test: Connection, where: str, number: int, backend: str, lighthouse: int, limit: float, least: int, begun: int
+) -> None:
+    """Do as `train` does, under torchft."""
+    for committed in _steps_under_torchft(where, number, backend, lighthouse, limit, STEP_SECONDS, _GRADIENTS):
+        test.send(committed)
+
+
+def _steps_under_torchft(
+    where: str, number: int, backend: str, lighthouse: int, limit: float, seconds: float, count: int
+) -> Iterator[tuple[float, int]]:
+    """Train without end; yield the time and the number of members of each committed step."""
+    manager, gradients = _manager(where, backend, lighthouse, limit, number), torch.ones(count)
     while True:
         manager.start_quorum()
-        time.sleep(STEP_SECONDS / 4 if joins else STEP_SECONDS)
+        time.sleep(seconds)
         manager.allreduce(gradients).wait()
-        if manager.should_commit() and (not joins or manager.num_participants() != last):
-            last = manager.num_participants()
-            test.send((time.monotonic(), last))
+        if manager.should_commit():
+            yield time.monotonic(), manager.num_participants()
