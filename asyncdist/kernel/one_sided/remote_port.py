@@ -54,14 +54,12 @@ class Kind(IntEnum):
 MOST_OPEN = 32
 """The most requests of one process at a peer; further ones wait here."""
 UNREGISTERED = "this memory is not registered any more"
-_STEP_NBYTES = 2 << 20
-"""Bytes that a loop copies before other callbacks get their turn: well below a millisecond."""
-_LOOP_NBYTES = 4 << 20
-"""A loop copies no more; a thread copies larger memories."""
-_THREAD_STEP_NBYTES = 128 << 20
+_LOOP_NBYTES = 1 << 20
+"""A loop copies no more, in some tenths of a millisecond; a thread copies larger memories."""
+_STEP_NBYTES = 128 << 20
 """Bytes that a thread copies between two looks at its peer. The C library copies large pieces past the caches."""
-_TRACED_NBYTES = 256 << 10
-"""The most bytes that pass through the file of the peer's memory: the system copies them twice."""
+_TRACED_NBYTES = 4 << 20
+"""The most bytes that pass through the file of a peer's memory: the system copies them twice, slower than messages pass."""
 _mappings: weakref.WeakValueDictionary[tuple[int, int], ArenaMapping] = weakref.WeakValueDictionary()
 """The arenas of other processes, by device and inode, for all ports of this process."""
 
@@ -86,15 +84,14 @@ class Grant:
         nbytes: The bytes that may be used.
         address: Where they are: in this process if they are mapped, else in the owner's.
         memory: The owner's arena, or its whole memory; None if the bytes pass in messages.
-        is_revoked: Whether they may be used no more.
     """
 
     def __init__(self, nbytes: int, address: int, memory: ArenaMapping | ProcessMemory | None) -> None:
         self.nbytes, self.address, self.memory = nbytes, address, memory
-        self.is_revoked = False
         self._lock = threading.Lock()
         self._copies = 0
         self._on_free: Callback | None = None
+        """Not None: the owner has revoked the grant."""
 
     @property
     def is_mapped(self) -> bool:
@@ -106,30 +103,32 @@ class Grant:
         return self.memory is not None and (nbytes <= _TRACED_NBYTES or self.is_mapped)
 
     def copy(self, offset: int, local: LocalRange, part: slice, writes: bool) -> None:
-        """Copy a part of a range of this process. Raises OutOfReachError."""
+        """Copy a part of a range of this process. Raises OutOfReachError, and UsageError after `revoke`."""
         here, there, nbytes = local.address + part.start, self.address + offset + part.start, part.stop - part.start
-        if isinstance(self.memory, ProcessMemory):
-            self.memory.copy(there, local.bytes[part], writes)
-        else:
-            ctypes.memmove(*((there, here) if writes else (here, there)), nbytes)
-
-    def begin_copy(self) -> bool:
-        """Return whether the memory may be used; then `end_copy` follows."""
         with self._lock:
-            self._copies += not self.is_revoked
-            return not self.is_revoked
-
-    def end_copy(self) -> None:
-        with self._lock:
-            self._copies -= 1
-            on_free = self._on_free if not self._copies else None
-        if on_free is not None:
-            on_free()
+            if self._on_free is not None:
+                raise UsageError(UNREGISTERED)
+            self._copies += 1
+        try:
+            memory = self.memory
+            # Another thread may have found that it is out of reach.
+            if memory is None:
+                raise OutOfReachError
+            if isinstance(memory, ProcessMemory):
+                memory.copy(there, local.bytes[part], writes)
+            else:
+                ctypes.memmove(*((there, here) if writes else (here, there)), nbytes)
+        finally:
+            with self._lock:
+                self._copies -= 1
+                on_free = self._on_free if not self._copies else None
+            if on_free is not None:
+                on_free()
 
     def revoke(self, on_free: Callback) -> None:
         """Let no copy begin or go on, and call ``on_free`` when none is under way."""
         with self._lock:
-            self.is_revoked, self._on_free = True, on_free
+            self._on_free = on_free
             is_free = not self._copies
         if is_free:
             on_free()
@@ -196,7 +195,7 @@ class RemotePort:
         if grant is None or not grant.reaches(local.nbytes):
             return False
         try:
-            for _ in self._steps(remote, grant, offset, local, writes, _THREAD_STEP_NBYTES):
+            for _ in self._steps(remote, grant, offset, local, writes):
                 if deadline.expired():
                     raise self.overdue(local, writes)
         except OutOfReachError:
@@ -218,14 +217,14 @@ class RemotePort:
         if grant is None:
             grant = await _on_background(self.ask(remote))
         if grant.reaches(local.nbytes):
-            steps = functools.partial(self._steps, remote, grant, offset, local, writes)
+            steps = self._steps(remote, grant, offset, local, writes)
             try:
                 if local.nbytes > _LOOP_NBYTES:
-                    await _in_thread(steps(_THREAD_STEP_NBYTES))
-                    return
-                with contextlib.closing(steps(_STEP_NBYTES)) as each:
-                    for _ in each:
-                        await asyncio.sleep(0)
+                    await _in_thread(steps)
+                else:
+                    with contextlib.closing(steps):
+                        for _ in steps:
+                            await asyncio.sleep(0)
                 return
             except OutOfReachError:
                 grant.memory = None
@@ -233,22 +232,15 @@ class RemotePort:
             await _on_background(self._exchange(remote, offset, local, writes))
 
     def _steps(
-        self, remote: RemoteMemory, grant: Grant, offset: int, local: LocalRange, writes: bool, step: int
+        self, remote: RemoteMemory, grant: Grant, offset: int, local: LocalRange, writes: bool
     ) -> Generator[None, None, None]:
         """Copy step by step, with a yield before each one."""
         if offset + local.nbytes > grant.nbytes:
             raise UsageError(f"{local.nbytes} bytes from byte {offset} on, of memory of {self.name} of {grant.nbytes}")
-        if not grant.begin_copy():
-            raise UsageError(UNREGISTERED)
-        try:
-            for at in range(0, local.nbytes, step):
-                yield
-                self.check(remote)
-                if grant.is_revoked:
-                    raise UsageError(f"{self.name} has unregistered the memory during a transfer")
-                grant.copy(offset, local, slice(at, min(at + step, local.nbytes)), writes)
-        finally:
-            grant.end_copy()
+        for at in range(0, local.nbytes, _STEP_NBYTES):
+            yield
+            self.check(remote)
+            grant.copy(offset, local, slice(at, min(at + _STEP_NBYTES, local.nbytes)), writes)
         self.check(remote)
 
     def overdue(self, local: LocalRange, writes: bool) -> OperationTimeoutError:
