@@ -37,7 +37,7 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
     """One-sided transfers between registered CPU tensors of two processes, for ``torch.distributed._transport``.
 
     On one host, memory of ``asyncdist.empty`` and ``Group.register`` is copied once, by the process that reads or
-    writes; the peer executes nothing. So are up to 256 KiB of other tensors, where the system lets the process trace its
+    writes; the peer executes nothing. So are up to 4 MiB of other tensors, where the system lets the process trace its
     peer. The rest passes in messages that the peer's background thread handles, over shared memory on one host and TCP,
     with TLS if the settings ask for it, between hosts.
 
