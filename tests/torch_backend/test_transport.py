@@ -22,6 +22,7 @@ from asyncdist.errors import (
     UsageError,
     WaitTimeoutError,
 )
+from asyncdist.kernel.one_sided.process_memory import OutOfReachError, ProcessMemory
 from asyncdist.torch_backend.one_sided.memory import RemoteMemory
 from asyncdist.torch_backend.one_sided.transport import OneSidedTransport
 
@@ -45,9 +46,15 @@ def numbered(make, count):
     return make(count).copy_(torch.arange(count) % 251)
 
 
-@pytest.fixture(params=["mapped", "staged", "tcp"])
+@pytest.fixture(params=["mapped", "traced", "staged", "tcp"])
 def new(request, monkeypatch):
-    """What makes the tensors that peers use: mapped, or passed in messages, on one host and between hosts."""
+    """What makes the tensors that peers use: mapped, traced, or passed in messages, on one host and between hosts."""
+    if request.param == "staged":
+
+        def refuse(*_):
+            raise OutOfReachError
+
+        monkeypatch.setattr(ProcessMemory, "__init__", refuse)
     request.getfixturevalue("new_pair").between_hosts = request.param == "tcp"
     return registered if request.param == "mapped" else ordinary
 
