@@ -15,7 +15,14 @@ import torch
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.errors import AsyncdistError, OperationTimeoutError, PeerLostError, UnsupportedError, UsageError
+from asyncdist.errors import (
+    AsyncdistError,
+    NotInitializedError,
+    OperationTimeoutError,
+    PeerLostError,
+    UnsupportedError,
+    UsageError,
+)
 from asyncdist.groups.procedure import BackgroundCall
 from asyncdist.kernel.engine.work import Work, completed
 from asyncdist.kernel.memory.buffers import DTYPE_NUMBERS, DTYPES, input_memory
@@ -42,12 +49,14 @@ class GroupWindows:
         group: The group.
         control: The other group.
         registered: The windows with a tensor.
+        is_ended: Whether the group has ended on this rank.
     """
 
     def __init__(self, group: _WindowGroup) -> None:
         self.group = group
         self.control: Any = group._sibling("its windows")
         self.registered: set[Window] = set()
+        self.is_ended = False
         self._numbers = itertools.count()
 
     def new(self) -> Window:
@@ -65,6 +74,7 @@ class GroupWindows:
         self.control.close()
 
     def _release(self, reason: str) -> None:
+        self.is_ended = True
         for window in list(self.registered):
             window.end(reason)
 
@@ -95,9 +105,9 @@ class Window(ProcessBound):
     """A tensor of each rank of a group, into which the other ranks put data and signals. `Group.new_window` makes it.
 
     Ranks in arguments are ranks in the group. The methods return works, as those of the group do: await them, or call
-    ``wait()``. A put needs no call of its target. On one host the memory of ``asyncdist.empty`` and ``Group.register`` is
-    written by the rank that puts; other memory by messages, which the target's background thread handles, whatever its
-    program does. The tensors of the ranks may differ in size and dtype.
+    ``wait()``. A put needs no call of its target. On one host the rank that puts writes memory of ``asyncdist.empty`` and
+    ``Group.register``, and up to 4 MiB of other memory if the system lets it trace the target. The rest passes in messages,
+    which the target's background thread handles, whatever its program does. The tensors may differ in size and dtype.
 
     A signal arrives after all puts which its sender has started before; if one of them fails, the signal fails, too.
 
@@ -159,6 +169,8 @@ class Window(ProcessBound):
                     raise UsageError(f"rank {self._group.ranks[rank]} has registered no tensor: {each}")
                 endpoint, port, nbytes, dtype, shape = each
                 exposed.members.append(_Member(endpoint, RemoteMemory(port, 1, nbytes), DTYPES[dtype], shape))
+            if self._windows.is_ended:
+                raise NotInitializedError("the group has ended while its members registered a window: make a new one")
             self._exposed, exposed = exposed, None
             self._windows.registered.add(self)
             return self
@@ -225,10 +237,10 @@ class Window(ProcessBound):
             )
         if not memory.count:
             return completed()
+        source = Registration(0, memory.tensor)
         if dst_rank == self._control.rank():
             exposed.registration.bytes[offset : offset + memory.nbytes] = memory.view
             return completed()
-        source = Registration(0, memory.tensor)
         if memory.nbytes <= _AT_ONCE_NBYTES and member.remote is not None and not member.puts:
             with contextlib.suppress(PeerLostError):
                 if member.remote.copy_now(member.memory, offset, source, True, Deadline.never()):

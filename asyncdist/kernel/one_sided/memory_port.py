@@ -23,6 +23,9 @@ from asyncdist.kernel.one_sided.registration import Registration, pack_endpoint,
 from asyncdist.kernel.one_sided.remote_port import MOST_OPEN, UNREGISTERED, Kind, RemotePort, encode
 from asyncdist.net import ChannelAddress, ChannelPort, IncomingMessage, OutgoingMessage, PeerChannel
 
+_LAST_COPIES_TIMEOUT = 10.0
+"""Seconds for which a port that closes waits for copies of its peers: more than a heartbeat takes by default."""
+
 
 class MemoryPort:
     """Serves registered memory to the processes that prove the ``token``, and connects to their ports.
@@ -69,10 +72,11 @@ class MemoryPort:
         await asyncio.gather(*[self._remotes[channel].revoke(number) for channel in copying])
 
     async def close(self, reason: str) -> None:
-        """Close the channels in order, with a clause for the peers. Idempotent."""
-        for registration in self.memories.values():
-            registration.is_active = False
-        self.memories.clear()
+        """Unregister all memory, and close the channels in order, with a clause for the peers. Idempotent."""
+        with contextlib.suppress(TimeoutError):
+            # Without heartbeats no peer that is stopped is ever lost.
+            async with asyncio.timeout(_LAST_COPIES_TIMEOUT):
+                await asyncio.gather(*[self.unregister(number) for number in list(self.memories)])
         await self._channels.close(reason)
 
     # -- peers that use this process's memory ------------------------------------------------------

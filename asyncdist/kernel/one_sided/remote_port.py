@@ -91,7 +91,7 @@ class Grant:
         self._lock = threading.Lock()
         self._copies = 0
         self._on_free: Callback | None = None
-        """Not None: the owner has revoked the grant."""
+        self._is_revoked = False
 
     @property
     def is_mapped(self) -> bool:
@@ -106,7 +106,7 @@ class Grant:
         """Copy a part of a range of this process. Raises OutOfReachError, and UsageError after `revoke`."""
         here, there, nbytes = local.address + part.start, self.address + offset + part.start, part.stop - part.start
         with self._lock:
-            if self._on_free is not None:
+            if self._is_revoked:
                 raise UsageError(UNREGISTERED)
             self._copies += 1
         try:
@@ -128,7 +128,7 @@ class Grant:
     def revoke(self, on_free: Callback) -> None:
         """Let no copy begin or go on, and call ``on_free`` when none is under way."""
         with self._lock:
-            self._on_free = on_free
+            self._is_revoked, self._on_free = True, on_free
             is_free = not self._copies
         if is_free:
             on_free()

@@ -166,8 +166,9 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
 
         Raises:
             UsageError: A transfer of this process uses it, or another transport has registered it.
+            TimeoutError: The timeout passed, and a peer may copy still.
         """
-        self._limit(timeout)
+        deadline = self._limit(timeout)
         if not isinstance(memory, LocalMemory) or memory.owner is not self:
             raise UsageError("this memory is not registered with this transport")
         registration = memory.registration
@@ -178,7 +179,7 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
             if any(used is registration for used in self._pending):
                 raise UsageError("a transfer uses this memory: wait for it before unregistering")
             registration.is_active = False
-        background_loop().run(self._port.unregister(registration.number))
+        background_loop().run(self._port.unregister(registration.number), deadline.remaining_or_none())
 
     # -- transfers ---------------------------------------------------------------------------------
 
