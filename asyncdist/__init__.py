@@ -48,6 +48,7 @@ _MODULES = {
     "asyncdist.groups.members.training_state": "State",
     "asyncdist.groups.persistent": "PersistentCollective start_all",
     "asyncdist.groups.subgroups": "NonMember",
+    "asyncdist.groups.windows": "Window",
     "asyncdist.kernel.engine.work": "Work",
     "asyncdist.kernel.memory.registered": "empty",
     "asyncdist.kernel.tracing.hooks": "OperationRecord register_hook",
@@ -148,6 +149,7 @@ if TYPE_CHECKING:
     from asyncdist.groups.persistent import PersistentCollective as PersistentCollective
     from asyncdist.groups.persistent import start_all as start_all
     from asyncdist.groups.subgroups import NonMember as NonMember
+    from asyncdist.groups.windows import Window as Window
     from asyncdist.kernel.engine.work import Work as Work
     from asyncdist.kernel.memory.registered import empty as empty
     from asyncdist.kernel.tracing.hooks import OperationRecord as OperationRecord

@@ -54,6 +54,7 @@ from asyncdist.groups.members.training_state import State
 from asyncdist.groups.persistent import PersistentCollective, start_all
 from asyncdist.groups.persistent_api import blocking
 from asyncdist.groups.subgroups import NonMember
+from asyncdist.groups.windows import Window
 from asyncdist.groups.world import World, open_world
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.registered import empty
@@ -231,7 +232,7 @@ __all__ = [
     "Agreed", "CommunicationSavings", "DiLoCo", "DistributedDataParallel", "DistributedSampler", "FileStore", "Group",
     "GroupMember", "GroupMetrics", "GroupStep", "HashStore", "JobSession", "LocalSGD", "MemberChange", "NonMember",
     "OperationRecord", "P2POp", "PersistentCollective", "PrefixStore", "ProcessGroup", "ReduceOp", "State",
-    "SyncBatchNorm", "TCPStore", "Work", "ZeroRedundancyOptimizer", "agree", "all_gather", "all_gather_coalesced",
+    "SyncBatchNorm", "TCPStore", "Window", "Work", "ZeroRedundancyOptimizer", "agree", "all_gather", "all_gather_coalesced",
     "all_gather_coalesced_init", "all_gather_init", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
     "all_gather_single_init", "all_reduce", "all_reduce_coalesced", "all_reduce_coalesced_init", "all_reduce_init",
     "all_to_all", "all_to_all_init", "all_to_all_single", "all_to_all_single_init", "barrier", "barrier_init",

@@ -24,6 +24,7 @@ from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemor
 from asyncdist.groups.members.member_ops import MemberOps
 from asyncdist.groups.persistent import PersistentOps
 from asyncdist.groups.subgroups import SubgroupOps
+from asyncdist.groups.windows import GroupWindows, Window
 from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.algorithms.selection import forced_by
 from asyncdist.kernel.collectives import data_movement, p2p
@@ -129,6 +130,7 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
         self.hooks = GroupHooks(self.member_ids, endpoint.rank, endpoint.recorder.add, everywhere=world is not None)
         self._closed = False
         self._devices: dict[torch.device, DeviceGroup] = {}
+        self._windows: GroupWindows | None = None
         self._patient = False
         """Whether a background call first spins for its peers, if the calling thread runs no event loop."""
         self._aborted = False
@@ -208,6 +210,30 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
             SharedMemoryError: Not enough shared memory is left. Nothing has moved.
         """
         return register(target, wanted=self.shares_memory)
+
+    def new_window(self, tensor: torch.Tensor | None = None, *, timeout: Timeout = None) -> Work[Window]:
+        """Make a window: a tensor of each member, into which the others put data without its help.
+
+        All members call it in the same order; all pass a tensor, or none does.
+
+        Args:
+            tensor: A contiguous CPU tensor: `Window.tensor_register`. It is fast in memory of `asyncdist.empty` and
+                `register`. None makes a window without one.
+            timeout: Seconds, or a timedelta; None takes the group's.
+
+        Raises:
+            UsageError: A member has passed no tensor that can be registered; on all members, when waiting.
+
+        Example:
+            >>> window = await group.new_window(asyncdist.empty(1000).zero_())
+            >>> await window.put(part, dst_rank=1, target_offset_nelems=500)
+        """
+        self._refuse_destroyed()
+        if self._windows is None:
+            with _first_use_lock:
+                self._windows = self._windows or GroupWindows(self)
+        window = self._windows.new()
+        return completed(window) if tensor is None else window.tensor_register(tensor, timeout=timeout)
 
     # -- tensors on a device -------------------------------------------------------------------
 
@@ -423,6 +449,8 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
             self.endpoint.fail(self.channel, error)
 
         self._aborted = True
+        if self._windows is not None:
+            self._windows.abort(reason)
         self.endpoint.progress.submit(fail)
         self.endpoint.progress.ensure_driven()
 
@@ -432,6 +460,8 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
             self._closed = True
             for device in list(self._devices.values()):
                 device.close()
+            if self._windows is not None:
+                self._windows.close()
             endpoint, submit = self.endpoint, self.endpoint.progress.submit
             reason = f"rank {endpoint.rank} has destroyed the group"
             submit(lambda: endpoint.agreements.leave(self.channel, reason, entirely=True))

@@ -10,6 +10,7 @@ membership     which peers go on after a loss: a state machine without I/O
 engine         progress, executor, endpoint, works, comparison of calls
 collectives    from a call to a plan: checks, memory, choice of the schedule
 devices        tensors on CUDA devices
+one_sided      registered memory, which other processes read and write
 
 The names below are loaded when they are first used: `algorithms` and `membership` do not need torch.
 """
@@ -42,6 +43,10 @@ _NAMES: dict[str, str] = {
     "SharedSegment": "asyncdist.kernel.memory.shared_segment",
     "can_share_segments": "asyncdist.kernel.memory.shared_segment",
     "excluded_from_compile": "asyncdist.kernel.memory.torch_compile",
+    "MemoryPort": "asyncdist.kernel.one_sided.memory_port",
+    "Registration": "asyncdist.kernel.one_sided.registration",
+    "RemoteMemory": "asyncdist.kernel.one_sided.registration",
+    "RemotePort": "asyncdist.kernel.one_sided.remote_port",
     "Hook": "asyncdist.kernel.tracing.hooks",
     "OperationRecord": "asyncdist.kernel.tracing.hooks",
     "DeviceLoan": "asyncdist.kernel.transport.device_loans",
@@ -81,6 +86,10 @@ if TYPE_CHECKING:
     from asyncdist.kernel.memory.shared_segment import SharedSegment as SharedSegment
     from asyncdist.kernel.memory.shared_segment import can_share_segments as can_share_segments
     from asyncdist.kernel.memory.torch_compile import excluded_from_compile as excluded_from_compile
+    from asyncdist.kernel.one_sided.memory_port import MemoryPort as MemoryPort
+    from asyncdist.kernel.one_sided.registration import Registration as Registration
+    from asyncdist.kernel.one_sided.registration import RemoteMemory as RemoteMemory
+    from asyncdist.kernel.one_sided.remote_port import RemotePort as RemotePort
     from asyncdist.kernel.tracing.hooks import Hook as Hook
     from asyncdist.kernel.tracing.hooks import OperationRecord as OperationRecord
     from asyncdist.kernel.transport.device_loans import DeviceLoan as DeviceLoan

@@ -37,6 +37,7 @@ from asyncdist.torch_backend.call_forms import Start, Together, any_form, method
 from asyncdist.torch_backend.callback_order import CallbackOrder, order_of, running
 from asyncdist.torch_backend.memory_pool import MemoryPool
 from asyncdist.torch_backend.no_group_yet import NoGroupYet
+from asyncdist.torch_backend.one_sided.window import TorchWindow
 from asyncdist.torch_backend.torch_work import DONE, Work
 
 NAME = "asyncdist"
@@ -66,7 +67,7 @@ class TorchGroup(ProcessBound):
     supports_coalescing = False
     supports_time_estimate = _supports_time_estimate = False
     supports_shrinking = True
-    supports_window = False
+    supports_window = True
     supports_abort_hooks = True
     supports_completion_hooks = False
 
@@ -312,10 +313,9 @@ class TorchGroup(ProcessBound):
                 return self._pool.lend(size * dtype.itemsize).view(dtype)
         return torch.empty(size, dtype=dtype, device=device)
 
-    def new_window(self, tensor: torch.Tensor | None = None) -> object:
-        raise UnsupportedError(
-            "the back end asyncdist has no windows for one-sided access: use send and recv, or collectives"
-        )
+    def new_window(self, tensor: torch.Tensor | None = None) -> TorchWindow:
+        """Make a window of the group, by torch's names. Callers of torch in C++ can get none: see `TorchWindow`."""
+        return TorchWindow(self.group, tensor)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return NAME

@@ -91,7 +91,7 @@ GROUP = set(
     abort adopt agree all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single
     all_reduce all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast
     broadcast_object_list close error gather gather_into_tensor gather_object gather_single group_rank irecv isend
-    monitored_barrier new_group new_subgroups new_subgroups_by_enumeration rank recv recv_object_list reduce
+    monitored_barrier new_group new_subgroups new_subgroups_by_enumeration new_window rank recv recv_object_list reduce
     reduce_scatter reduce_scatter_single reduce_scatter_tensor register register_hook regroup revoke scatter
     scatter_object_list send send_object_list set_timeout shares_memory size split_group step watch_members
     """.split()

@@ -1,6 +1,6 @@
-"""One-sided transfers for ``torch.distributed._transport``, which torch 2.15 and later have.
+"""One-sided transfers by torch's names.
 
-memory         tensors that peers may read and write, views of them, and their descriptors
-memory_port    the channels over which processes map, read and write each other's memory
-transport      the transport, which torch finds by its entry point
+memory       registered memory as torch's transports see it: views and descriptors
+transport    the transport of ``torch.distributed._transport``, which torch 2.15 finds by its entry point
+window       the window of ``torch.distributed._new_window``, which torch 2.15 has, and of `ProcessGroup.new_window`
 """

@@ -12,127 +12,34 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import ctypes
 import itertools
 import os
 import secrets
 import threading
-from collections.abc import Coroutine, Generator, Iterator
-from datetime import timedelta
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self
 
 import torch
-import torch.distributed as torch_distributed
 
 from asyncdist.base.background_loop import background_loop, run_in_background
 from asyncdist.base.deadline import LONGEST_SLEEP, Deadline, Timeout, seconds
-from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.config import Config
-from asyncdist.errors import LoopThreadError, OperationTimeoutError, UnsupportedError, UsageError, WaitTimeoutError
-from asyncdist.kernel import c10d_private
-from asyncdist.net import ChannelAddress
+from asyncdist.errors import UnsupportedError, UsageError, WaitTimeoutError
+from asyncdist.groups import BackgroundCall
+from asyncdist.kernel import MemoryPort, Registration, RemoteMemory, RemotePort, c10d_private
 from asyncdist.rendezvous import outward
-from asyncdist.torch_backend.one_sided.memory import (
-    LocalMemory,
-    LocalView,
-    MutableLocalView,
-    Registration,
-    RemoteMemory,
-    pack_endpoint,
-    unpack_endpoint,
-)
-from asyncdist.torch_backend.one_sided.memory_port import Grant, MemoryPort
+from asyncdist.torch_backend.one_sided.memory import LocalMemory, LocalView, MutableLocalView
+from asyncdist.torch_backend.torch_work import Work
 
-T = TypeVar("T")
-
-_STEP_NBYTES = 2 << 20
-"""Bytes that a loop copies before other callbacks get their turn: well below a millisecond."""
-_BLOCKING_STEP_NBYTES = 128 << 20
-"""Bytes that a blocking call copies between two looks at its peer. The C library copies large pieces past the caches."""
 _Base: Any = c10d_private.Transport or object
-
-
-class TransferWork(ProcessBound, torch_distributed.Work):
-    """The handle of one transfer: block in `wait`, or await it. Neither ends the transfer by giving up."""
-
-    _elsewhere = "call wait()"
-
-    def __init__(self, done: concurrent.futures.Future[None]) -> None:
-        super().__init__()
-        self._done = done
-        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        done.add_done_callback(self._complete)
-
-    def _complete(self, done: concurrent.futures.Future[None]) -> None:
-        error = UsageError("this process is exiting") if done.cancelled() else done.exception()
-        if error is None:
-            self._future.set_result([])
-        else:
-            self._future.set_exception(error)  # type: ignore[arg-type]
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the transfer is complete and return True; raise its error if it failed.
-
-        After a WaitTimeoutError the transfer is still under way.
-        """
-        if asyncio._get_running_loop() is background_loop().loop and not self._done.done():
-            raise LoopThreadError("a transfer")
-        deadline = Deadline.after(timeout or None)
-        while not concurrent.futures.wait([self._done], min(deadline.remaining(), LONGEST_SLEEP)).done:
-            if deadline.expired():
-                raise WaitTimeoutError(f"a transfer is under way after {timeout}: wait again, or close the transport")
-        self._done.result()
-        return True
-
-    def synchronize(self) -> None:
-        """Block until the transfer is complete."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Return whether the transfer has succeeded or failed."""
-        return self._done.done()
-
-    def is_success(self) -> bool:
-        """Return whether the transfer has succeeded."""
-        return self._done.done() and self.exception() is None
-
-    def exception(self) -> BaseException | None:
-        """Return the error of the transfer, None if it has succeeded or is under way."""
-        return self._done.exception() if self._done.done() and not self._done.cancelled() else None
-
-    def result(self) -> list[torch.Tensor]:
-        """Wait for the transfer, and return an empty list."""
-        self.wait()
-        return []
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future, which resolves to an empty list."""
-        return self._future
-
-    def __await__(self) -> Generator[Any, None, None]:
-        return asyncio.shield(asyncio.wrap_future(self._done)).__await__()
-
-
-class _Transfer:
-    """A transfer that has been accepted. ``ended`` is done when it uses its buffers no more."""
-
-    __slots__ = ("ended", "remote", "view", "writes")
-
-    def __init__(self, view: LocalView, remote: RemoteMemory, writes: bool) -> None:
-        self.view, self.remote, self.writes = view, remote, writes
-        self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    @property
-    def name(self) -> str:
-        return f"{'write' if self.writes else 'read'} of {self.view.nbytes} bytes"
 
 
 class OneSidedTransport(_Base):  # type: ignore[misc]
     """One-sided transfers between registered CPU tensors of two processes, for ``torch.distributed._transport``.
 
     On one host, memory of ``asyncdist.empty`` and ``Group.register`` is copied once, by the process that reads or
-    writes; the peer executes nothing. Other tensors pass in messages that the peer's background thread handles, over
-    shared memory on one host and TCP, with TLS if the settings ask for it, between hosts.
+    writes; the peer executes nothing. So are up to 4 MiB of other tensors, where the system lets the process trace its
+    peer. The rest passes in messages that the peer's background thread handles, over shared memory on one host and TCP,
+    with TLS if the settings ask for it, between hosts.
 
     Peers prove a secret of the endpoint, which `bind` returns with its address: pass these bytes only to processes that
     may use the registered memory. A peer that dies ends its transfers with PeerLostError at once, one that stops or
@@ -146,6 +53,7 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
 
     Raises:
         UnsupportedError: torch is older than 2.15, or the device is not the CPU.
+        AddressError: This host has no such address.
 
     Example:
         >>> transport = new_transport_rank("asyncdist", "cpu", store=store, rank=rank, peer_rank=1 - rank)
@@ -158,25 +66,34 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
             raise UnsupportedError("torch has one-sided transports from 2.15 on: update torch")
         super().__init__(device)
         if self.device is not None and self.device.type != "cpu":
-            raise UnsupportedError(f"this transport moves host memory, not that of {self.device}: pass device='cpu'")
-        self._config = Config.from_environment()
-        self._default_timeout = seconds(timeout, self._config.timeout)
-        self._host = host
-        self._token = secrets.token_hex(16)
+            raise UnsupportedError(
+                f"this transport moves host memory, not that of {self.device}: pass device='cpu', or use torch's "
+                "transport 'nixl'"
+            )
+        config = Config.from_environment()
+        self._default_timeout = seconds(timeout, config.timeout)
         self._pid = os.getpid()
-        self._port: MemoryPort | None = None
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         """Held to change the registrations and the transfers."""
-        self._memories: dict[int, Registration] = {}
-        self._by_range: dict[tuple[int, int], Registration] = {}
-        self._pending: set[_Transfer] = set()
+        self._pending: list[Registration] = []
+        """The registered memory of each transfer under way."""
+        self._idle: list[concurrent.futures.Future[None]] = []
+        """What waits until no transfer is under way."""
         self._is_closing = False
+        self._remote: RemotePort | None = None
+        where, token = outward(config) if host is None else host, secrets.token_hex(16)
+        self._port = background_loop().call(lambda: MemoryPort(host=where, token=token, config=config))
+        self._connecting = asyncio.Lock()
 
     @staticmethod
     def supported() -> bool:
         """Return whether this torch has one-sided transports."""
         return c10d_private.Transport is not None
+
+    @property
+    def port_id(self) -> str:
+        return self._port.id
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():
@@ -192,20 +109,11 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
 
     # -- the peer ----------------------------------------------------------------------------------
 
-    async def _open(self) -> MemoryPort:
-        # On the background loop, one at a time.
-        self._check_open()
-        if self._port is None:
-            host = outward(self._config) if self._host is None else self._host
-            self._port = MemoryPort(self._memories, host=host, token=self._token, config=self._config)
-        return self._port
-
     def bind(self, *, timeout: Timeout = None) -> bytes:
-        """Return what a peer passes to `connect`. Later calls return the same. Raises AddressError."""
+        """Return what a peer passes to `connect`. Later calls return the same."""
         self._limit(timeout)
-        port = self._port or background_loop().run(self._open())
         self._check_open()
-        return pack_endpoint(port.address.encode(), self._token)
+        return self._port.endpoint
 
     def connect(self, peer_url: bytes, *, timeout: Timeout = None) -> int:
         """Connect to the peer whose memory is read and written, and return 0. It may be in this process.
@@ -217,51 +125,50 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
             TimeoutError: The timeout passed.
         """
         deadline = self._limit(timeout)
-        address, token = unpack_endpoint(peer_url)
-        peer = ChannelAddress.decode(address)
+        self._check_open()
 
         async def connect() -> None:
-            port = await self._open()
-            if port.is_connected:
-                raise UsageError(f"this transport is connected to {port.peer_name}: make another one for another peer")
-            await port.connect(peer, token, deadline.remaining())
+            async with self._connecting:
+                if self._remote is not None and self._remote.is_open:
+                    raise UsageError(
+                        f"this transport is connected to {self._remote.name}: make another one for another peer"
+                    )
+                self._remote = await self._port.connect(peer_url, deadline.remaining())
 
         background_loop().run(connect())
         return 0
 
     def connected(self) -> bool:
         """Return whether the peer is connected, and not known to be lost."""
-        return self._port is not None and self._port.is_connected and not self._is_closing
+        return self._remote is not None and self._remote.is_open and not self._is_closing
 
     # -- memory ------------------------------------------------------------------------------------
 
     def register_memory(self, tensor: torch.Tensor, *, timeout: Timeout = None) -> LocalMemory:
-        """Let peers read and write a contiguous CPU tensor. A tensor that is registered already keeps its registration.
+        """Let peers read and write a contiguous CPU tensor.
 
         Raises:
             UsageError: The tensor is empty, or is not contiguous.
             UnsupportedError: It is not on the CPU, or has a dtype or layout that is not carried.
         """
         self._limit(timeout)
-        tensor = Registration.check(tensor)
+        registration = Registration(next(self._numbers), tensor)
         with self._lock:
             self._check_open()
-            known = self._by_range.get((tensor.data_ptr(), tensor.nbytes))
-            if known is None:
-                known = Registration(next(self._numbers), tensor)
-                self._memories[known.number] = self._by_range[known.address, known.nbytes] = known
-            return LocalMemory(self, known)
+            self._port.memories[registration.number] = registration
+        return LocalMemory(self, registration)
 
     def unregister_memory(self, memory: LocalMemory, *, timeout: Timeout = None) -> None:
         """Let peers use memory no more. Idempotent.
 
-        Peers get UsageError for its descriptors. When this returns, no message is written into it any more; a peer on this
-        host that has mapped the memory ends a copy that is under way a moment later.
+        Peers get UsageError for its descriptors. When this returns, no process writes into it any more: a peer on this host
+        that copies at the moment ends its copy first, or is lost.
 
         Raises:
             UsageError: A transfer of this process uses it, or another transport has registered it.
+            TimeoutError: The timeout passed, and a peer may copy still.
         """
-        self._limit(timeout)
+        deadline = self._limit(timeout)
         if not isinstance(memory, LocalMemory) or memory.owner is not self:
             raise UsageError("this memory is not registered with this transport")
         registration = memory.registration
@@ -269,24 +176,17 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
             self._check_open()
             if not registration.is_active:
                 return
-            if any(transfer.view.registration is registration for transfer in self._pending):
+            if any(used is registration for used in self._pending):
                 raise UsageError("a transfer uses this memory: wait for it before unregistering")
             registration.is_active = False
-            del self._memories[registration.number], self._by_range[registration.address, registration.nbytes]
-        if self._port is not None:
-            background_loop().run(self._port.revoke(registration.number))
-
-    def describe(self, registration: Registration) -> RemoteMemory:
-        """Return the descriptor of registered memory: `LocalMemory.to_remote_buffer`."""
-        port = self._port or background_loop().run(self._open())
-        return RemoteMemory(port.address.id, registration.number, registration.nbytes)
+        background_loop().run(self._port.unregister(registration.number), deadline.remaining_or_none())
 
     # -- transfers ---------------------------------------------------------------------------------
 
     def read(
         self, local_buffer: MutableLocalView, remote_buffer: RemoteMemory, *, async_op: bool = False,
         timeout: Timeout = None,
-    ) -> int | TransferWork:  # fmt: skip
+    ) -> int | Work:  # fmt: skip
         """Read the first bytes of a peer's memory into a view.
 
         Returns:
@@ -298,149 +198,103 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
             PeerLostError: The peer has died, has closed its transport, or has not been heard for ASYNCDIST_HEARTBEAT.
             OperationTimeoutError: The timeout passed. The transfer has ended.
         """
-        return self._start(self._begin(local_buffer, remote_buffer, False), async_op, self._limit(timeout))
+        return self._start(local_buffer, remote_buffer, False, async_op, self._limit(timeout))
 
     def write(
         self, local_buffer: LocalView, remote_buffer: RemoteMemory, *, async_op: bool = False, timeout: Timeout = None
-    ) -> int | TransferWork:
+    ) -> int | Work:
         """Write a view into the first bytes of a peer's memory. Returns and raises as `read` does.
 
         A write that fails may have changed part of the memory.
         """
-        return self._start(self._begin(local_buffer, remote_buffer, True), async_op, self._limit(timeout))
+        return self._start(local_buffer, remote_buffer, True, async_op, self._limit(timeout))
 
     async def read_async(
         self, local_buffer: MutableLocalView, remote_buffer: RemoteMemory, *, timeout: Timeout = None
     ) -> None:
         """Read as `read` does; other tasks can run during it. If the caller is cancelled, the transfer ends."""
         deadline = self._limit(timeout)
-        await self._transfer(self._begin(local_buffer, remote_buffer, False), deadline)
+        remote = self._begin(local_buffer, remote_buffer, False)
+        await self._transfer(remote, local_buffer, remote_buffer, False, deadline)
 
     async def write_async(
         self, local_buffer: LocalView, remote_buffer: RemoteMemory, *, timeout: Timeout = None
     ) -> None:
         """Write as `write` does; other tasks can run during it. If the caller is cancelled, the transfer ends."""
         deadline = self._limit(timeout)
-        await self._transfer(self._begin(local_buffer, remote_buffer, True), deadline)
+        remote = self._begin(local_buffer, remote_buffer, True)
+        await self._transfer(remote, local_buffer, remote_buffer, True, deadline)
 
-    def read_stream(
-        self, local_buffer: Any, remote_buffer: Any, *, stream: Any = None, timeout: Timeout = None
-    ) -> NoReturn:
+    def read_stream(self, *args: Any, **options: Any) -> NoReturn:
         """Raise UnsupportedError: this transport has no memory of CUDA devices, whose streams order transfers."""
         raise UnsupportedError("this transport moves host memory, which no CUDA stream orders: call read or read_async")
 
-    def write_stream(
-        self, local_buffer: Any, remote_buffer: Any, *, stream: Any = None, timeout: Timeout = None
-    ) -> NoReturn:
-        """Raise UnsupportedError, as `read_stream` does."""
-        raise UnsupportedError(
-            "this transport moves host memory, which no CUDA stream orders: call write or write_async"
-        )
+    write_stream = read_stream
 
-    def _check_transfer(self, local_buffer: Any, remote_buffer: Any, *, mutable: bool) -> None:
-        if not isinstance(local_buffer, MutableLocalView if mutable else LocalView) or local_buffer.owner is not self:
-            kind = "to_mutable_view()" if mutable else "to_view()"
+    def _begin(self, view: Any, memory: Any, writes: bool) -> RemotePort:
+        """Return the port of the peer for a transfer, which `_end` ends."""
+        if not isinstance(view, LocalView if writes else MutableLocalView) or view.owner is not self:
+            kind = "to_view()" if writes else "to_mutable_view()"
             raise UsageError(f"a view of memory that this transport has registered is needed: {kind} makes one")
-        if not isinstance(remote_buffer, RemoteMemory):
-            raise UsageError(f"a descriptor of an asyncdist transport is needed, not {type(remote_buffer).__name__}")
-        if local_buffer.nbytes > remote_buffer.nbytes:
-            raise UsageError(f"a view of {local_buffer.nbytes} bytes, and memory of the peer of {remote_buffer.nbytes}")
-        local_buffer.registration.check_use()
-        if self._port is None:
+        if not isinstance(memory, RemoteMemory):
+            raise UsageError(f"a descriptor of an asyncdist transport is needed, not {type(memory).__name__}")
+        if view.nbytes > memory.nbytes:
+            raise UsageError(f"a view of {view.nbytes} bytes, and memory of the peer of {memory.nbytes}")
+        if self._remote is None:
             raise UsageError(
                 "this transport is not connected: call connect() with what bind() of the peer has returned"
             )
-        self._port.check_peer(remote_buffer.port)
-
-    def _begin(self, view: LocalView, remote: RemoteMemory, writes: bool) -> _Transfer:
-        self._check_open()
-        self._check_transfer(view, remote, mutable=not writes)
-        transfer = _Transfer(view, remote, writes)
+        self._remote.check(memory)
         with self._lock:
             self._check_open()
             view.registration.check_use()
-            self._pending.add(transfer)
-        return transfer
+            self._pending.append(view.registration)
+        return self._remote
 
-    def _end(self, transfer: _Transfer) -> None:
+    def _end(self, view: LocalView) -> None:
         with self._lock:
-            self._pending.discard(transfer)
-            if not transfer.ended.done():
-                transfer.ended.set_result(None)
+            # By identity: a registration has no other equality.
+            self._pending.remove(view.registration)
+            idle, self._idle = ([], self._idle) if self._pending else (self._idle, [])
+        for each in idle:
+            each.set_result(None)
 
-    def _start(self, transfer: _Transfer, async_op: bool, deadline: Deadline) -> int | TransferWork:
-        grant = self._opened.grants.get(transfer.remote.number)
+    def _start(
+        self, view: LocalView, memory: RemoteMemory, writes: bool, async_op: bool, deadline: Deadline
+    ) -> int | Work:
+        remote = self._begin(view, memory, writes)
+        if async_op:
+            return Work(BackgroundCall(self._transfer(remote, view, memory, writes, Deadline.never())), [])
         try:
-            if async_op:
-                return TransferWork(background_loop().submit(self._transfer(transfer, Deadline.never())))
-            if grant is None or not grant.address:
-                background_loop().run(self._transfer(transfer, deadline))
-                return 0
-        except BaseException:
-            # The coroutine may not have begun.
-            self._end(transfer)
-            raise
-        try:
-            for _ in self._copies(transfer, grant, _BLOCKING_STEP_NBYTES):
-                if deadline.expired():
-                    raise self._overdue(transfer)
+            if not remote.copy_now(memory, 0, view, writes, deadline):
+                background_loop().run(_in_time(remote, view, memory, writes, deadline))
         finally:
-            self._end(transfer)
+            self._end(view)
         return 0
 
-    async def _transfer(self, transfer: _Transfer, deadline: Deadline) -> None:
-        port = self._opened
+    async def _transfer(
+        self, remote: RemotePort, view: LocalView, memory: RemoteMemory, writes: bool, deadline: Deadline
+    ) -> None:
         try:
-            async with asyncio.timeout(deadline.remaining_or_none()) as limit:
-                grant = port.grants.get(transfer.remote.number)
-                if grant is None:
-                    grant = await _on_background(port.ask(transfer.remote))
-                if grant.address:
-                    for _ in self._copies(transfer, grant):
-                        await asyncio.sleep(0)
-                elif transfer.view.nbytes:
-                    exchange = port.write if transfer.writes else port.read
-                    await _on_background(exchange(transfer.remote, transfer.view))
-        except TimeoutError:
-            if limit.expired():
-                raise self._overdue(transfer) from None
-            raise
+            await _in_time(remote, view, memory, writes, deadline)
         finally:
-            self._end(transfer)
-
-    @property
-    def _opened(self) -> MemoryPort:
-        assert self._port is not None
-        return self._port
-
-    def _copies(self, transfer: _Transfer, grant: Grant, step: int = _STEP_NBYTES) -> Iterator[None]:
-        """Copy step by step, with a yield before each one. Raises PeerLostError and UsageError."""
-        port, view, remote = self._opened, transfer.view, transfer.remote
-        if view.nbytes > grant.nbytes:
-            raise UsageError(f"a view of {view.nbytes} bytes, and memory of {port.peer_name} of {grant.nbytes}")
-        for at in range(0, view.nbytes, step):
-            yield
-            port.check_peer(remote.port)
-            if grant.is_revoked:
-                raise UsageError(f"{port.peer_name} has unregistered the memory during the {transfer.name}")
-            own, others = view.address + at, grant.address + at
-            target, source = (others, own) if transfer.writes else (own, others)
-            ctypes.memmove(target, source, min(step, view.nbytes - at))
-        port.check_peer(remote.port)
-
-    def _overdue(self, transfer: _Transfer) -> OperationTimeoutError:
-        error = OperationTimeoutError(f"a {transfer.name} with {self._opened.peer_name} did not end in time")
-        error.advice = "it has ended now, and its buffers are free; pass a longer timeout="
-        return error
+            self._end(view)
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def _refuse_further(self) -> list[concurrent.futures.Future[None]]:
+    def _close(self) -> concurrent.futures.Future[None]:
+        """Accept no further calls; return what is done when no transfer is under way."""
+        idle: concurrent.futures.Future[None] = concurrent.futures.Future()
         with self._lock:
             self._is_closing = True
-            return [transfer.ended for transfer in self._pending]
+            if self._pending:
+                self._idle.append(idle)
+            else:
+                idle.set_result(None)
+        return idle
 
-    def _still_busy(self, count: int) -> WaitTimeoutError:
+    def _still_busy(self) -> WaitTimeoutError:
+        count = len(self._pending)
         return WaitTimeoutError(f"{count} transfers are under way: the transport accepts no others; call close() again")
 
     def close(self, *, timeout: Timeout = None) -> None:
@@ -450,36 +304,20 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
             WaitTimeoutError: The timeout passed. Call it again.
         """
         deadline = self._limit(timeout)
-        if self._pid != os.getpid():
-            return
-        busy = set(self._refuse_further())
-        while busy:
-            busy = concurrent.futures.wait(busy, min(deadline.remaining(), LONGEST_SLEEP)).not_done
-            if busy and deadline.expired():
-                raise self._still_busy(len(busy))
-        if self._port is not None:
-            background_loop().run(self._release(self._port))
+        if self._pid == os.getpid():
+            idle = self._close()
+            while not concurrent.futures.wait([idle], min(deadline.remaining(), LONGEST_SLEEP)).done:
+                if deadline.expired():
+                    raise self._still_busy()
+            background_loop().run(self._port.close("it has closed its transport"))
 
     async def close_async(self, *, timeout: Timeout = None) -> None:
         """Close as `close` does; other tasks can run during it."""
         deadline = self._limit(timeout)
-        if self._pid != os.getpid():
-            return
-        busy = [asyncio.wrap_future(each) for each in self._refuse_further()]
-        if busy:
-            _, left = await asyncio.wait(busy, timeout=deadline.remaining_or_none())
-            if left:
-                raise self._still_busy(len(left))
-        if self._port is not None:
-            await _on_background(self._release(self._port))
-
-    async def _release(self, port: MemoryPort) -> None:
-        await port.close()
-        with self._lock:
-            for registration in self._memories.values():
-                registration.is_active = False
-            self._memories.clear()
-            self._by_range.clear()
+        if self._pid == os.getpid():
+            if (await asyncio.wait([asyncio.wrap_future(self._close())], timeout=deadline.remaining_or_none()))[1]:
+                raise self._still_busy()
+            await run_in_background(self._port.close("it has closed its transport"))
 
     def __enter__(self) -> Self:
         return self
@@ -488,8 +326,11 @@ class OneSidedTransport(_Base):  # type: ignore[misc]
         self.close()
 
 
-async def _on_background(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the background loop; a cancelled caller waits for its end."""
-    if asyncio.get_running_loop() is background_loop().loop:
-        return await coroutine
-    return await run_in_background(coroutine)
+async def _in_time(remote: RemotePort, view: LocalView, memory: RemoteMemory, writes: bool, deadline: Deadline) -> None:
+    try:
+        async with asyncio.timeout(deadline.remaining_or_none()) as limit:
+            await remote.transfer(memory, 0, view, writes)
+    except TimeoutError:
+        if limit.expired():
+            raise remote.overdue(view, writes) from None
+        raise
