@@ -54,7 +54,6 @@ from asyncdist.groups.members.training_state import State
 from asyncdist.groups.persistent import PersistentCollective, start_all
 from asyncdist.groups.persistent_api import blocking
 from asyncdist.groups.subgroups import NonMember
-from asyncdist.groups.windows import Window
 from asyncdist.groups.world import World, open_world
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.registered import empty
@@ -71,6 +70,7 @@ if TYPE_CHECKING:
     from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer
     from asyncdist.ddp.sync_batchnorm import SyncBatchNorm
     from asyncdist.elastic.session import JobSession, join
+    from asyncdist.groups.windows import Window
     from asyncdist.kernel.tracing.otel import trace_operations
     from asyncdist.store import FileStore, HashStore, TCPStore
 
@@ -215,7 +215,7 @@ _BLOCKING = {"DiLoCo": "BlockingDiLoCo", "LocalSGD": "BlockingLocalSGD"}
 
 
 def __getattr__(name: str) -> Any:
-    # Programs that only exchange tensors do not import the modules for training, elastic jobs and other stores.
+    # Programs that only exchange tensors do not import the modules for training, elastic jobs, windows and other stores.
     if name in _BLOCKING:
         value = getattr(importlib.import_module("asyncdist.ddp.low_communication.diloco"), _BLOCKING[name])
     elif name == "weights":

@@ -8,10 +8,9 @@ from asyncdist.groups.group import Group
 from asyncdist.groups.members.training_state import State
 from asyncdist.groups.procedure import BackgroundCall, Procedure
 from asyncdist.groups.subgroups import NonMember
-from asyncdist.groups.windows import Window
 from asyncdist.groups.world import World, discard_world, open_world
 
 __all__ = [
-    "AnyGroup", "BackgroundCall", "Group", "NonMember", "Procedure", "State", "Window", "World", "default_group",
-    "discard_world", "is_initialized", "open_world", "resolve_group",
+    "AnyGroup", "BackgroundCall", "Group", "NonMember", "Procedure", "State", "World", "default_group", "discard_world",
+    "is_initialized", "open_world", "resolve_group",
 ]  # fmt: skip

@@ -24,7 +24,6 @@ from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemor
 from asyncdist.groups.members.member_ops import MemberOps
 from asyncdist.groups.persistent import PersistentOps
 from asyncdist.groups.subgroups import SubgroupOps
-from asyncdist.groups.windows import GroupWindows, Window
 from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.algorithms.selection import forced_by
 from asyncdist.kernel.collectives import data_movement, p2p
@@ -47,6 +46,7 @@ from asyncdist.kernel.transport.native import preceded, raising
 from asyncdist.kernel.transport.wire_format import channel_of, generation_of
 
 if TYPE_CHECKING:
+    from asyncdist.groups.windows import GroupWindows, Window
     from asyncdist.kernel.devices.group import DeviceGroup
 
 # Two threads may issue the first operations on a device at the same time.
@@ -229,6 +229,9 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
             >>> await window.put(part, dst_rank=1, target_offset_nelems=500)
         """
         self._refuse_destroyed()
+        # Programs without windows do not import them.
+        from asyncdist.groups.windows import GroupWindows
+
         if self._windows is None:
             with _first_use_lock:
                 self._windows = self._windows or GroupWindows(self)
