@@ -25,6 +25,7 @@ from asyncdist.kernel.transport.native import Native, PreparedCall, preceded
 
 _Tensor = torch.Tensor
 
+Observed = ObservedEntry | None
 Start = tuple[PreparedCall | None, Iterable[Schedule]]
 OverLinks = Callable[..., Iterable[Schedule]]
 """``schedules(*tensors)`` returns the schedules over links of the parts of a call."""
@@ -55,13 +56,7 @@ class CallPlan(ABC):
 
     @abstractmethod
     def prepare(
-        self,
-        tensors: Sequence[Any],
-        number: int,
-        channel: Channel,
-        calls: DirectCalls,
-        observed: ObservedEntry | None,
-        wait: bool,
+        self, tensors: Sequence[Any], number: int, channel: Channel, calls: DirectCalls, observed: Observed, wait: bool
     ) -> Start:
         """Return how the n-th collective of a group moves the contiguous tensors of one call.
 
@@ -93,13 +88,7 @@ class MemoryPlan(CallPlan):
         self.fingerprint, self.nbytes, self.call = fingerprint, nbytes, call
 
     def prepare(
-        self,
-        tensors: Sequence[Any],
-        number: int,
-        channel: Channel,
-        calls: DirectCalls,
-        observed: ObservedEntry | None,
-        wait: bool,
+        self, tensors: Sequence[Any], number: int, channel: Channel, calls: DirectCalls, observed: Observed, wait: bool
     ) -> Start:
         return self.call if observed is None else observed.watching(self.call), ()
 
@@ -121,13 +110,7 @@ class LinkPlan(CallPlan):
         self._schedules, self._native = schedules, native
 
     def prepare(
-        self,
-        tensors: Sequence[Any],
-        number: int,
-        channel: Channel,
-        calls: DirectCalls,
-        observed: ObservedEntry | None,
-        wait: bool,
+        self, tensors: Sequence[Any], number: int, channel: Channel, calls: DirectCalls, observed: Observed, wait: bool
     ) -> Start:
         schedules = self._schedules(*tensors)
         if self._native is not None:
