@@ -13,6 +13,7 @@ import functools
 import threading
 from asyncio import _get_running_loop
 from collections.abc import Iterable, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import torch
@@ -40,7 +41,9 @@ from asyncdist.kernel.memory.buffers import Scratch
 from asyncdist.kernel.memory.registered import T, register
 from asyncdist.kernel.memory.torch_compile import excluded_from_compile
 from asyncdist.kernel.memory.user_modes import leave_user_modes
+from asyncdist.kernel.torch_private import is_profiler_enabled
 from asyncdist.kernel.tracing.hooks import GroupHooks, Hook, HookFunction
+from asyncdist.kernel.tracing.recorder import Entry
 from asyncdist.kernel.transport import registry
 from asyncdist.kernel.transport.native import preceded, raising
 from asyncdist.kernel.transport.wire_format import channel_of, generation_of
@@ -127,7 +130,8 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
             self._rank, len(self.ranks), endpoint.config, model, forced, Scratch(), max(2, endpoint.config.lanes),
             native=self._native, hierarchical=hierarchical,
         )  # fmt: skip
-        self.hooks = GroupHooks(self.member_ids, endpoint.rank, endpoint.recorder.add, everywhere=world is not None)
+        self._record = endpoint.recorder.add
+        self.hooks = GroupHooks(self.member_ids, endpoint.rank, self._record, everywhere=world is not None)
         self._closed = False
         self._devices: dict[torch.device, DeviceGroup] = {}
         self._windows: GroupWindows | None = None
@@ -299,28 +303,44 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
             limit = self._limit(name, background, timeout)
         # The number is taken last: a call that one rank refuses must not shift the numbers of that rank.
         number = next(channel.numbers)
-        entry = self.hooks.new_entry(self.name, name, number, plan.fingerprint, plan.nbytes)
-        observed = self.hooks.record(entry)
         wait = not background or (self._patient and _get_running_loop() is None)
-        schedules: Iterable[Schedule]
+        issued, call, entry, observed = perf_counter(), plan.call, None, None
+        if self.hooks.hooks or is_profiler_enabled():
+            entry = self.hooks.new_entry(self.name, name, number, plan.fingerprint, plan.nbytes)
+            observed = self.hooks.record(entry)
+        parts: Iterable[Schedule] = ()
         try:
-            schedule, schedules = plan.begin(number, tensors, channel, endpoint.direct_calls, observed, wait)
-            if schedule and endpoint.progress.attempt(schedule, channel, number, wait, plan.polls, not background):
-                value = finish_call(*result)
-                if entry.finish():
-                    entry.run_hooks()
-                return completed(value, endpoint.progress)
+            if call is None or observed is not None:
+                call, parts = plan.prepare(tensors, number, channel, endpoint.direct_calls, observed, wait)
+            if call is not None:
+                rest = endpoint.progress.attempt(call, number, tensors, channel, wait, plan.polls, not background)
+                if rest is None:
+                    value = finish_call(*result)
+                    if entry is None:
+                        self._record((self.name, name, number, plan.fingerprint, plan.nbytes, issued, perf_counter()))
+                    elif entry.finish():
+                        entry.run_hooks()
+                    return completed(value, endpoint.progress)
+                parts = (rest,)
         # An operation that raises the error makes the group fail and notifies the peers.
         except Exception as cause:
-            schedules = (raising(cause),)
+            parts = (raising(cause),)
         # The interrupted caller gets no work, and the engine has failed the group.
         except BaseException as interruption:
+            entry = entry or self._entry(name, number, plan, issued)
             if entry.finish(interruption):
                 entry.run_hooks()
             raise
+        entry = entry or self._entry(name, number, plan, issued)
         finish = functools.partial(finish_call, *result)
-        started = Plan(schedules, plan.fingerprint, plan.fold, finish, plan.window, plan.nbytes)
+        started = Plan(parts, plan.fingerprint, plan.fold, finish, plan.window, plan.nbytes)
         return endpoint.issue(channel, started, entry, limit, background=background)
+
+    def _entry(self, name: str, number: int, plan: CallPlan, issued: float) -> Entry:
+        """Record a call without hooks that is not complete yet."""
+        entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes, issued)
+        self._record(entry)
+        return entry
 
     def _limit(self, name: str, background: bool, timeout: Timeout) -> float:
         """Return the timeout of a call in seconds; raise if the group is destroyed or the call may not block here."""

@@ -28,7 +28,8 @@ from asyncdist.kernel.torch_private import count_dispatch_modes, forward_ad_leve
 T = TypeVar("T")
 P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., Any])
-_address_of, _nbytes_of = torch.Tensor.data_ptr, torch.UntypedStorage.nbytes
+
+_CHANGED = "a tensor has another memory or shape than when the call was prepared: prepare it again on all ranks"
 
 
 @excluded_from_compile
@@ -63,9 +64,11 @@ class PersistentCollective(ProcessBound, Generic[T]):
         self._is_contiguous = values is tensors
         self._aliases = _each(torch.Tensor.detach, self._tensors) if self._is_contiguous else ()
         self._forms = None if self._is_contiguous else cache_key((), values, contiguous=True)
-        self._given = _listed(self._tensors) if self._is_contiguous else []
-        self._storages = [tensor.untyped_storage() for tensor in self._given]
-        self._addresses, self._nbytes = list(map(_address_of, self._given)), list(map(_nbytes_of, self._storages))
+        self._memory = [
+            (tensor, storage := tensor.untyped_storage(), tensor.data_ptr(), storage.nbytes())
+            for tensor in (_listed(self._tensors) if self._is_contiguous else ())
+        ]
+        """Each tensor that the call uses as it is, with its memory."""
         self._pending: Work[T] | None = None
 
     def __repr__(self) -> str:
@@ -101,16 +104,12 @@ class PersistentCollective(ProcessBound, Generic[T]):
             if not self._is_contiguous:
                 values, outputs = converted(self._tensors, self._owner._device, writes=self._writes)
                 result = (self._value, outputs, self._writes)
-            # A storage may become smaller where it is.
-            if (
-                cache_key((), values, contiguous=True) != self._forms
-                if self._forms is not None
-                else list(map(_address_of, self._given)) != self._addresses
-                or list(map(_nbytes_of, self._storages)) != self._nbytes
-            ):
-                raise UsageError(
-                    "a tensor has another memory or shape than when the call was prepared: prepare it again on all ranks"
-                )
+                if cache_key((), values, contiguous=True) != self._forms:
+                    raise UsageError(_CHANGED)
+            for tensor, storage, address, nbytes in self._memory:
+                # A storage may become smaller where it is.
+                if tensor.data_ptr() != address or storage.nbytes() != nbytes:
+                    raise UsageError(_CHANGED)
             work = self._pending = self._owner._run(self.op, self._plan, values, result, options)
         except UsageError as error:
             self._owner._refused(self.op, error)
@@ -123,7 +122,7 @@ class PersistentCollective(ProcessBound, Generic[T]):
     def free(self) -> None:
         """Let go of the tensors. A call that has started goes on. Idempotent; does not communicate."""
         self._tensors = self._value = self._pending = None
-        self._aliases, self._given, self._storages = (), [], []
+        self._aliases, self._memory = (), []
         self._result = (None, (), False)
 
 

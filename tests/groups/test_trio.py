@@ -23,6 +23,7 @@ from asyncdist.kernel.engine.work import completed, joined
 from asyncdist.store import AsyncStore, HashStore
 from asyncdist.testing.cluster import world_of
 from asyncdist.weights import Publisher, Subscriber
+from tests.support.attempts import completes
 from tests.support.devices import PretendStreams, device_group
 
 LARGE = 300_000
@@ -278,7 +279,7 @@ def test_long_operation_leaves_the_thread_of_trio_after_a_time_slice():
         async with world() as groups:
             for group in groups:
                 progress, channel = group.endpoint.progress, SimpleNamespace(error=None, started=0, highest=0)
-                assert not progress.attempt(moves_for(LONG), channel, 1, wait=False)
+                assert not completes(progress, moves_for(LONG), channel, wait=False)
 
     trio.run(main)
 

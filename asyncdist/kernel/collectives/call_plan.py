@@ -26,7 +26,7 @@ from asyncdist.kernel.transport.native import Native, PreparedCall, preceded
 _Tensor = torch.Tensor
 
 Observed = ObservedEntry | None
-Schedules = tuple[Schedule | None, Iterable[Schedule]]
+Start = tuple[PreparedCall | None, Iterable[Schedule]]
 OverLinks = Callable[..., Iterable[Schedule]]
 """``schedules(*tensors)`` returns the schedules over links of the parts of a call."""
 Arrange = Callable[..., Sequence[Any]]
@@ -39,6 +39,7 @@ class CallPlan(ABC):
     A plan may begin many calls, with the same tensors or with others, also while earlier ones run. It keeps no tensor.
 
     Attributes:
+        call: Begins a call without hooks in memory that all members reach; None if the group asks `prepare` for each call.
         fingerprint: Fingerprint of the call.
         nbytes: Number of bytes that the call moves.
         polls: Polls of the schedule after which a waiting thread looks at the clock and offers its core, at most.
@@ -47,28 +48,29 @@ class CallPlan(ABC):
     """
 
     polls: ClassVar[int]
+    call: PreparedCall | None = None
     fingerprint: int
     nbytes: int
     fold: Fold | None = None
     window = 4
 
     @abstractmethod
-    def begin(
-        self, number: int, tensors: Sequence[Any], channel: Channel, calls: DirectCalls, observed: Observed, wait: bool
-    ) -> Schedules:
+    def prepare(
+        self, tensors: Sequence[Any], number: int, channel: Channel, calls: DirectCalls, observed: Observed, wait: bool
+    ) -> Start:
         """Return how the n-th collective of a group moves the contiguous tensors of one call.
 
         Args:
-            number: The number of the collective.
             tensors: The arguments of the call, in the order of the group's method.
+            number: The number of the collective.
             channel: The channel of the group.
             calls: Runs schedules over links without an operation.
             observed: Measures for which ranks the call waits; None unless there are hooks.
             wait: Whether the calling thread waits for its peers.
 
         Returns:
-            The schedule that the calling thread tries to complete, None if the call is worth no attempt, and the schedules
-            of the operation if it does not.
+            What the calling thread tries to complete; or None, if the call is worth no attempt, and the schedules of the
+            operation.
         """
 
 
@@ -80,17 +82,15 @@ class MemoryPlan(CallPlan):
     """Moves data in memory that all members reach, or on a device: ``call(number, *tensors)`` is the only schedule."""
 
     polls = MOST_POLLS
+    call: PreparedCall
 
     def __init__(self, fingerprint: int, nbytes: int, call: PreparedCall) -> None:
         self.fingerprint, self.nbytes, self.call = fingerprint, nbytes, call
 
-    def begin(
-        self, number: int, tensors: Sequence[Any], channel: Channel, calls: DirectCalls, observed: Observed, wait: bool
-    ) -> Schedules:
-        schedule = self.call(number, *tensors)
-        if observed is not None:
-            schedule = observed.watch(schedule)
-        return schedule, (schedule,)
+    def prepare(
+        self, tensors: Sequence[Any], number: int, channel: Channel, calls: DirectCalls, observed: Observed, wait: bool
+    ) -> Start:
+        return self.call if observed is None else observed.watching(self.call), ()
 
 
 class LinkPlan(CallPlan):
@@ -109,9 +109,9 @@ class LinkPlan(CallPlan):
         self.fingerprint, self.nbytes, self.fold, self.window = fingerprint, nbytes, fold, window
         self._schedules, self._native = schedules, native
 
-    def begin(
-        self, number: int, tensors: Sequence[Any], channel: Channel, calls: DirectCalls, observed: Observed, wait: bool
-    ) -> Schedules:
+    def prepare(
+        self, tensors: Sequence[Any], number: int, channel: Channel, calls: DirectCalls, observed: Observed, wait: bool
+    ) -> Start:
         schedules = self._schedules(*tensors)
         if self._native is not None:
             schedules = preceded(self._native.publish(number, self.fingerprint), schedules)
@@ -124,7 +124,7 @@ class LinkPlan(CallPlan):
         if len(listed) != 1:
             return None, schedules
         schedule = calls.run(listed[0], channel, number, self.fingerprint, self.fold, spins)
-        return schedule, (schedule,)
+        return lambda *_: schedule, ()
 
 
 def cache_key(

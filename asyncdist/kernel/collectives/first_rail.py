@@ -110,14 +110,14 @@ class FirstRailCollectives:
         own = widened(memory, kernels)
         steps = self._reductions.get((call, own.count)) or self._prepare_all_reduce(call, own, memory, kernels)
         if steps.reduce is not None:
-            yield from steps.reduce(number, own.tensor)
+            yield from steps.reduce(number, own.tensor) or ()
         if self._layout.place == 0:
             scratch = self._scratch.take(own.count, own.dtype)
             yield from steps.exchange(own.tensor, scratch.tensor)
             self._scratch.give(scratch)
             store_result(own, memory, kernels, self._size)
         if steps.broadcast is not None:
-            yield from steps.broadcast(number + 1, memory.tensor)
+            yield from steps.broadcast(number + 1, memory.tensor) or ()
 
     def _prepare_all_reduce(self, call: int, own: Memory, memory: Memory, kernels: Arithmetic) -> SmallAllReduce:
         layout, hosts = self._layout, self._hosts
@@ -145,11 +145,11 @@ class FirstRailCollectives:
         """Complete when every rank has called the barrier."""
         steps = self._barriers.get(call) or self._prepare_barrier(call)
         if steps.reduce is not None:
-            yield from steps.reduce(number, self._byte.tensor)
+            yield from steps.reduce(number, self._byte.tensor) or ()
         if self._layout.place == 0:
             yield from steps.exchange()
         if steps.broadcast is not None:
-            yield from steps.broadcast(number + 1, self._byte.tensor)
+            yield from steps.broadcast(number + 1, self._byte.tensor) or ()
 
     def _prepare_barrier(self, call: int) -> SmallAllReduce:
         layout, hosts = self._layout, self._hosts
@@ -199,11 +199,11 @@ class FirstRailCollectives:
             blocks[steps.own].copy_(own.tensor)
         else:
             of_node = blocks[steps.own] if is_first else None
-            yield from steps.gather(number, of_node, own.tensor)
+            yield from steps.gather(number, of_node, own.tensor) or ()
         if is_first:
             yield from steps.exchange(blocks)
         if steps.broadcast is not None:
-            yield from steps.broadcast(number + 1, blocks)
+            yield from steps.broadcast(number + 1, blocks) or ()
         for rank, block in zip(self._order, blocks.split(own.count), strict=True):
             row[rank].tensor.copy_(block)
         self._scratch.give(whole)

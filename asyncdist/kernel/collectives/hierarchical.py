@@ -244,7 +244,7 @@ class HierarchicalCollectives:
             if not self._node.is_alone:
                 place = layout.members.index(leader)
                 run = self._node.prepared(Collective.reduce, call, own, plain(kernels), root=place)
-                yield from run(number, own.tensor)
+                yield from run(number, own.tensor) or ()
             if layout.rank == leader:
                 yield from among(leaders, tree.reduce(layout.node, self._hosts, leaders.index(root), own))
             if at_root:
@@ -371,7 +371,7 @@ class HierarchicalCollectives:
             if layout.node == root_node and not self._node.is_alone:
                 place = layout.members.index(root)
                 run = self._node.prepared(Collective.broadcast, call, piece, root=place)
-                yield from run(number, piece.tensor)
+                yield from run(number, piece.tensor) or ()
             if layout.carries:
                 rail = along(layout.node, self._hosts, root_node, slices[layout.place])
                 yield from among(layout.rail(layout.place), rail)

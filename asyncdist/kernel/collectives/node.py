@@ -55,7 +55,7 @@ class NodeCollectives:
         """Reduce ``inputs[place]`` of all members into ``own``, which may be this rank's own input."""
         if self._native is not None:
             run = self.prepared(Collective.reduce_scatter, call, own, plain(kernels), sizes=_sizes(inputs))
-            yield from run(number, own.tensor, [block.tensor for block in inputs])
+            yield from run(number, own.tensor, [block.tensor for block in inputs]) or ()
         elif own is not inputs[0]:
             own.tensor.copy_(inputs[0].tensor)
 
@@ -67,11 +67,11 @@ class NodeCollectives:
         lists = [[block.tensor for block in row] for row in rows]
         if len(rows) == 1:
             run = self.prepared(Collective.all_gather, call, owns[0], sizes=_sizes(rows[0]))
-            yield from run(number, lists[0], owns[0].tensor)
+            yield from run(number, lists[0], owns[0].tensor) or ()
         else:
             sizes = tuple(block.count for row in rows for block in row)
             run = self.prepared(Collective.all_gather_coalesced, call, owns[0], sizes=sizes)
-            yield from run(number, lists, [own.tensor for own in owns])
+            yield from run(number, lists, [own.tensor for own in owns]) or ()
 
     def slices(self, memory: Memory) -> list[Memory]:
         """Cut memory into one slice per rail, and an empty slice for each member of the node outside the rails."""

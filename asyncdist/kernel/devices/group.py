@@ -228,7 +228,7 @@ class DeviceGroup(CollectiveOps):
         self._context.deadline = pending.deadline
         with self._streams.on_comm_stream():
             self._streams.wait_event(before)
-            for _ in call(pending.entry.seq, *tensors):
+            for _ in call(pending.entry.seq, *tensors) or ():
                 pass
             finish = pending.plan.finish
             value = None if finish is None else finish()

@@ -277,7 +277,11 @@ class Work(ProcessBound, _Awaited[T_co]):
             elif monotonic() > since + _YIELD_INTERVAL:
                 yield
                 _loop_turn.end()
-        return self._outcome()
+        if self._error is not None:
+            return self._outcome()
+        self._was_seen = True
+        value: T_co = self._value
+        return value
 
     def _suspend(self, progress: Progress | None) -> Generator[Any, None, None]:
         loop = asyncio._get_running_loop()

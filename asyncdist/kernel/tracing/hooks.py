@@ -1,9 +1,9 @@
 """Hooks: functions that the program has called at the start and at the end of the operations of its groups.
 
-A group without hooks makes an `Entry` for each operation, appends it to the flight recorder, and does nothing else. The
-first hook replaces the two functions that do this (`GroupHooks.new_entry` and `GroupHooks.record`), so an operation tests
-nothing to learn that there are no hooks. The entry is then an `ObservedEntry`, which remembers the hooks of its operation.
-The thread that completes the operation calls them after it has released the locks of the engine.
+A call without hooks that is complete when it returns appends a tuple to the flight recorder, any other operation an
+`Entry`. The first hook replaces the two functions that make and append it (`GroupHooks.new_entry` and `GroupHooks.record`).
+The entry is then an `ObservedEntry`, which remembers the hooks of its operation. The thread that completes the operation
+calls them after it has released the locks of the engine.
 
 With hooks, the entry also measures for which ranks each schedule waits, from the steps that the schedule yields.
 """
@@ -26,6 +26,7 @@ from asyncdist.base import lifecycle
 from asyncdist.kernel.algorithms.schedule import Recv, Reduce, Schedule, Send, Step, Wait
 from asyncdist.kernel.memory.buffers import DTYPES
 from asyncdist.kernel.tracing.recorder import Entry
+from asyncdist.kernel.transport.native import PreparedCall
 from asyncdist.kernel.transport.wire_format import dtype_number
 
 log = logging.getLogger("asyncdist")
@@ -226,6 +227,15 @@ class ObservedEntry(Entry):
         """
         watched = map(self.watch, schedules)
         return list(watched) if isinstance(schedules, Collection) else watched
+
+    def watching(self, call: PreparedCall) -> PreparedCall:
+        """Return a prepared call that measures for which ranks its schedule waits."""
+
+        def watched(*arguments: Any) -> Schedule | None:
+            rest = call(*arguments)
+            return None if rest is None else self.watch(rest)
+
+        return watched
 
     def watch(self, schedule: Schedule) -> Schedule:
         """Run a schedule, and measure for which ranks it waits; see `watch_all`."""

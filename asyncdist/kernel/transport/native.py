@@ -2,9 +2,9 @@
 
 If all ranks of a group share memory or a device, a `Native` runs collectives directly on the data, without messages.
 `Native.prepare` does the work that all calls with one `CallSignature` have in common, and returns a `PreparedCall`. That
-makes a schedule that sends nothing: it does a piece of the work and yields ``()``, or it yields the rank of the member
-that it waits for and is resumed when that member may have made progress. Either driver may run it, or the calling thread
-without a driver, and one driver may continue a schedule that another began.
+begins a call and returns the schedule of the rest, which sends nothing: it does a piece of the work and yields ``()``, or
+it yields the rank of the member that it waits for and is resumed when that member may have made progress. Either driver
+may run it, or the calling thread without a driver, and one driver may continue a schedule that another began.
 
 The native sees every collective of the group, at least by `Native.publish`, so that ranks detect different calls. Members
 and roots are ranks in the group.
@@ -13,7 +13,7 @@ and roots are ranks in the group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from asyncdist.base.ops import Collective
-from asyncdist.kernel.algorithms.schedule import Schedule, ScheduleOf
+from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.memory.buffers import Memory, block_memories, copy_overlapping_rows, flat_memory
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic
 
@@ -62,9 +62,10 @@ class CallSignature:
         return self.kernels
 
 
-PreparedCall = ScheduleOf
-"""``call(sequence, *tensors)`` returns the schedule of one call; ``sequence`` counts the group's collectives from 1.
+PreparedCall = Callable[..., Schedule | None]
+"""``call(sequence, *tensors)`` begins one call; ``sequence`` counts the group's collectives from 1.
 
+It is called under the world's lock and does not wait. It returns the schedule of the rest; None if the call is complete.
 The tensors are contiguous and may overlap. Their order is that of the group's method:
 
 ======================  =====================================  ==========================================
@@ -126,6 +127,11 @@ def preceded(publication: Schedule, parts: Iterable[Schedule]) -> Iterator[Sched
 
     for number, part in enumerate(parts):
         yield part if number else first(part)
+
+
+def beginning(call: PreparedCall, sequence: int, tensors: Iterable[Any]) -> Schedule:
+    """Return the schedule of a whole call, which it begins when it runs first."""
+    yield from call(sequence, *tensors) or ()
 
 
 def raising(cause: Exception) -> Schedule:

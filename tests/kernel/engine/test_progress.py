@@ -32,6 +32,7 @@ from asyncdist.kernel.engine.progress import Progress
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.transport.base import Sleep
 from asyncdist.testing.cluster import run_ranks, world_of
+from tests.support.attempts import completes
 
 pytestmark = pytest.mark.each_loop
 
@@ -257,7 +258,7 @@ async def test_busy_machine_gets_one_time_slice_per_turn_of_the_loop(monkeypatch
     set_clock(monkeypatch, machine)
     progress = Progress(machine, asyncio.get_running_loop())
     if first_driver == "call":
-        assert not progress.attempt(machine.steps(), WorkingGroup(), 1, wait=False)
+        assert not completes(progress, machine.steps(), WorkingGroup(), wait=False)
     if first_driver != "await":
         progress.ensure_driven()
     progress.try_now(Flag())
@@ -283,7 +284,7 @@ def test_program_whose_calls_are_complete_at_once_drives_its_receives(monkeypatc
     monkeypatch.setattr(progress.loop_driver, "resume", lambda: None)
     for _ in range(1000):
         machine.clock += 10e-6
-        assert progress.attempt(iter(()), WorkingGroup(), 1, wait=True)
+        assert completes(progress, iter(()), WorkingGroup(), wait=True)
     gaps = [later - former for former, later in itertools.pairwise(advanced)]
     assert advanced[0] <= 20e-6
     assert all(0.45e-3 < gap < 0.55e-3 for gap in gaps)
@@ -300,7 +301,7 @@ async def test_timer_runs_after_the_loop_has_met_an_inline_attempt():
             endpoint.progress.loop_driver.drive()
             yield ()
 
-        assert endpoint.progress.attempt(meet(), group.channel, 1, wait=True)
+        assert completes(endpoint.progress, meet(), group.channel, wait=True)
         async with asyncio.timeout(PATIENCE):
             await ran.wait()
 
@@ -317,7 +318,7 @@ def test_waiting_call_spins_for_a_limited_time_and_yields_its_core_if_ranks_outn
         placement = SimpleNamespace(spread=lambda: spread.append(machine.clock), home=None)
         progress.waiting.configure(1.0, 0.0, placement, crowded=crowded)
         offered.clear()
-        assert not progress.attempt((1 for _ in machine.steps()), WorkingGroup(), 1, wait=True)
+        assert not completes(progress, (1 for _ in machine.steps()), WorkingGroup(), wait=True)
         between = looks * turns.TIME_SLICE / 10
         assert 1.0 <= machine.clock <= 1.0 + 2.01 * between
         return len(offered)
@@ -354,9 +355,9 @@ def signalled(progress_of):
 def test_call_does_not_run_inline_while_an_operation_needs_this_rank(signalled):
     machine, progress = signalled
     machine.operations = machine.acting = {b"": None}
-    assert not progress.attempt(iter(()), WorkingGroup(), 1, wait=True)
+    assert not completes(progress, iter(()), WorkingGroup(), wait=True)
     machine.acting = {}
-    assert progress.attempt(iter(()), WorkingGroup(), 1, wait=True)
+    assert completes(progress, iter(()), WorkingGroup(), wait=True)
 
 
 class ExpectingMachine(SignallingMachine):
@@ -401,7 +402,7 @@ def test_calls_do_not_wake_the_loop_while_the_program_expects_only_messages(expe
     assert not machine.asked_for_waits.is_set()
     for _ in range(3):
         calls.append(object())
-        assert progress.attempt(iter(()), WorkingGroup(), 1, wait=True)
+        assert completes(progress, iter(()), WorkingGroup(), wait=True)
         flag = Flag()
         flag.done = True
         progress.drive(flag, math.inf, lambda: None)
@@ -424,7 +425,7 @@ def attempt_in_thread(progress, flag, group, schedule=None):
             yield 1
 
     def run():
-        results.append(progress.attempt(schedule or steps(), group, 1, wait=True, block=True))
+        results.append(completes(progress, schedule or steps(), group, wait=True, block=True))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -561,7 +562,7 @@ def test_call_that_takes_long_yields_the_lock_to_another_threads_action(wait, pr
             time.sleep(1e-4)
         yield from machine.steps()
 
-    assert not progress.attempt(schedule(), WorkingGroup(), 1, wait=wait)
+    assert not completes(progress, schedule(), WorkingGroup(), wait=wait)
     progress.submit(lambda: None)
     assert ran.wait(PATIENCE)
 
@@ -703,7 +704,7 @@ def test_call_that_interrupts_a_turn_of_its_own_thread_is_refused_and_goes_on(ca
     elif caller == "submit":
         progress.submit(handler)
     else:
-        assert progress.attempt(schedule(), WorkingGroup(), 1, wait=True) is False
+        assert completes(progress, schedule(), WorkingGroup(), wait=True) is False
     progress.submit(lambda: None)
     assert started
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_map_only
@@ -133,6 +134,32 @@ def test_conjugate_views_gradients_and_factors_are_not_confused():
 
     expected = [[1j, 1 + 1j], [-1j, 1 - 1j], [1j, 1 + 1j], 4, 6, 1, 1, 1]
     assert run_ranks(2, program, transport="shm") == [expected] * 2
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_sums_follow_ieee_whatever_numpy_does_after_an_overflow(count):
+    def program(group):
+        largest = torch.full((count,), torch.finfo(torch.float32).max)
+        bits = torch.full((count,), 0x7FC00001 + group.rank(), dtype=torch.int32)
+        with np.errstate(all="raise"):
+            group.all_reduce(largest, background=False).result()
+            group.all_reduce(bits.view(torch.float32), background=False).result()
+        assert largest.isinf().all()
+        return bits.tolist()
+
+    first, second = run_ranks(2, program, transport="shm")
+    assert first == second
+
+
+def test_tensors_that_follow_one_another_at_an_address_keep_their_values():
+    def program(group):
+        for value in range(CALLS):
+            tensor = torch.full((3,), float(value))
+            group.all_reduce(tensor, background=False).result()
+            assert tensor.tolist() == [2.0 * value] * 3
+            del tensor
+
+    run_ranks(2, program, transport="shm")
 
 
 def test_different_calls_that_wait_for_each_other_are_reported():

@@ -18,6 +18,7 @@ from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.engine.operation import Channel, Plan
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.tracing.recorder import Entry
+from asyncdist.kernel.transport.native import beginning
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import CollectiveCase, moving, reducing
 from asyncdist_transports.shm.collectives.slot_table import SLOTS
@@ -33,7 +34,7 @@ class Held:
 
     def __init__(self, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
         self.schedules: list[Schedule] = []
-        monkeypatch.setattr(group.endpoint.progress, "attempt", lambda *_, **__: False)
+        monkeypatch.setattr(group.endpoint.progress, "attempt", lambda *call, **_: beginning(*call[:3]))
         monkeypatch.setattr(group.endpoint, "issue", self._hold)
 
     def _hold(self, channel: Channel, plan: Plan, entry: Entry, timeout: float, *, background: bool) -> Work:

@@ -18,6 +18,7 @@ from asyncdist_transports.shm import memory_order
 from asyncdist_transports.shm.collectives import small
 from asyncdist_transports.shm.collectives.slot_table import AWAITS_SLOT, DONE, LINE, READ_ROUNDS, SLOTS, STEP
 from asyncdist_transports.shm.memory_order import Fence
+from tests.support.attempts import completes
 from tests.support.pairs import each_pair
 from tests.support.ranks import native_of, run_cases
 
@@ -256,10 +257,10 @@ async def test_awaiting_task_yields_to_the_loop_during_a_long_operation():
                 yield ()
 
         schedule = busy()
-        assert not zero.endpoint.progress.attempt(schedule, zero.channel, 1, wait=False)
+        assert not completes(zero.endpoint.progress, schedule, zero.channel, wait=False)
         until = 0.0
         # A blocking call drives the schedule to its end.
-        assert zero.endpoint.progress.attempt(schedule, zero.channel, 1, wait=True)
+        assert completes(zero.endpoint.progress, schedule, zero.channel, wait=True)
 
 
 async def test_patient_group_waits_in_the_call_only_off_the_loop():

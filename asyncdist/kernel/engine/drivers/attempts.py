@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from asyncio import _get_running_loop
+from collections.abc import Iterable
 from threading import get_ident
 from time import monotonic
+from typing import Any
 
-from asyncdist.base.callables import Callback
+from asyncdist.base.callables import Callback, Predicate
 from asyncdist.kernel.algorithms.schedule import END_ATTEMPT, Schedule
 from asyncdist.kernel.engine.drivers.loop_driver import LoopDriver, LoopState
-from asyncdist.kernel.engine.drivers.turns import LONGEST_ATTEMPT, TIME_SLICE, Turns, give_back, holds
+from asyncdist.kernel.engine.drivers.turns import LONGEST_ATTEMPT, TIME_SLICE, Turns, give_back
 from asyncdist.kernel.engine.drivers.waiting import MOST_POLLS
 from asyncdist.kernel.engine.machine import ScheduleChannel
 from asyncdist.kernel.transport.base import Advance, Sleep
+from asyncdist.kernel.transport.native import PreparedCall, beginning
 
 _TURN_EVERY = 0.5e-3
 """Seconds after which a program whose calls are all complete at once drives its pending receives."""
@@ -29,20 +32,23 @@ class Attempts:
         self._turns, self._machine, self._waiting = turns, turns.machine, turns.waiting
         self._loop_driver, self._hand_over = loop_driver, hand_over
         self._turn_at = 0.0
+        lock: Any = turns.lock
+        self._holds_lock: Predicate = lock._is_owned
 
     def run(
         self,
-        schedule: Schedule,
-        channel: ScheduleChannel,
+        call: PreparedCall,
         number: int,
+        tensors: Iterable[Any],
+        channel: ScheduleChannel,
         wait: bool,
         polls: int = MOST_POLLS,
         block: bool = False,
-    ) -> bool:
-        """Run a native schedule, or a direct one over links, inline and without an operation object.
+    ) -> Schedule | None:
+        """Begin a native call, or a direct one over links, and run it inline and without an operation object.
 
-        The schedule is not started if its group has failed: the memory of a destroyed group may belong to another group.
-        It is not started either if an operation is pending that does more than receive a message, because peers may wait
+        The call does not begin if its group has failed: the memory of a destroyed group may belong to another group.
+        It does not begin either if an operation is pending that does more than receive a message, because peers may wait
         for the progress of that operation.
 
         Args:
@@ -52,17 +58,18 @@ class Attempts:
             block: Whether to sleep for peers for a while where an inline driver sleeps at once.
 
         Returns:
-            Whether the schedule is complete. If not, an operation continues it from where it stopped.
+            None if the call is complete; else the schedule with which an operation continues it from where it stopped.
         """
         turns, machine, thread = self._turns, self._machine, get_ident()
-        if machine.acting or turns.attempting == thread or turns.driving == thread or holds(turns.lock):
-            return False
+        if machine.acting or turns.attempting == thread or turns.driving == thread or self._holds_lock():
+            return beginning(call, number, tensors)
         asleep_until, ready = 0.0, None
         advance: Advance | None = None
+        schedule: Schedule | None = None
         drives = has_driven = bool(machine.operations) and monotonic() >= self._turn_at
         try:
             if not turns.driver_lock.acquire(False):
-                return False
+                return beginning(call, number, tensors)
             turns.attempting = thread
             while turns.lock.acquire(False):
                 try:
@@ -71,11 +78,18 @@ class Attempts:
                         self._turn_at = turns.expire() + _TURN_EVERY
                     elif advance is not None:
                         turns.turn(ready, advance)
-                    outcome = self._run(schedule, channel, wait, polls, block)
+                    outcome: Sleep | bool
+                    if schedule is not None:
+                        outcome = self._poll(schedule, channel, wait, polls, block)
+                    elif channel.error is not None or turns.inbox or machine.acting:
+                        return beginning(call, number, tensors)
+                    else:
+                        schedule = call(number, *tensors)
+                        outcome = schedule is None or self._poll(schedule, channel, wait, polls, block)
                     if outcome is True:
                         channel.started += 1
                         channel.highest = number if number > channel.highest else channel.highest
-                        return True
+                        return None
                 except BaseException as cause:
                     if not isinstance(cause, Exception):
                         turns.interrupt(cause)
@@ -83,14 +97,14 @@ class Attempts:
                 finally:
                     turns.lock.release()
                 if outcome is False:
-                    return False
+                    break
                 asleep_until = asleep_until or monotonic() + LONGEST_ATTEMPT
                 if monotonic() >= asleep_until:
-                    return False
+                    break
                 ready, advance = turns.sleep(outcome.waits, asleep_until), outcome.advance
                 drives = ready is None or advance == machine.advance
                 has_driven = has_driven or advance is not None
-            return False
+            return beginning(call, number, tensors) if schedule is None else schedule
         except BaseException:
             give_back(turns.lock)
             raise
@@ -116,7 +130,7 @@ class Attempts:
         elif machine.operations and (has_driven or machine.acting or self._loop_driver.state is LoopState.IDLE):
             self._loop_driver.resume()
 
-    def _run(self, schedule: Schedule, channel: ScheduleChannel, wait: bool, most: int, block: bool) -> Sleep | bool:
+    def _poll(self, schedule: Schedule, channel: ScheduleChannel, wait: bool, most: int, block: bool) -> Sleep | bool:
         """Run a schedule; return whether it is complete or an operation continues it, or how to sleep for its peers."""
         turns, waiting = self._turns, self._waiting
         inbox = turns.inbox

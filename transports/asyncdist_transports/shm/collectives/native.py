@@ -70,7 +70,7 @@ class ShmNative(Native):
             return self._all_reduce_coalesced(signature)
         fallback = self._large.continue_all_to_all if signature.collective is Collective.all_to_all else None
         exchange = None if signature.sizes else small_exchange_for(self.slots, signature, fallback)
-        staged = self._large.prepare(signature) if exchange is None else exchange.schedule
+        staged = self._large.prepare(signature) if exchange is None else exchange.begin
         if signature.collective is not Collective.all_reduce or signature.nbytes < zero_copy.MIN_NBYTES:
             return staged
         return self._zero_copy_or(staged, signature)
@@ -85,7 +85,7 @@ class ShmNative(Native):
 
         reduce_in_place = zero_copy.ZeroCopyAllReduce(slots, self._views, signature, self._piece_nbytes, finish_staged)
 
-        def start(number: int, tensor: torch.Tensor) -> Schedule:
+        def start(number: int, tensor: torch.Tensor) -> Schedule | None:
             location = zero_copy.shared_location(slots, tensor)
             return reduce_in_place(number, tensor, location) if location else staged(number, tensor)
 

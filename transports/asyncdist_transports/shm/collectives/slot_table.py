@@ -133,6 +133,8 @@ class SlotTable:
         self._areas: BoundedCache[tuple[int, int, int, torch.dtype], torch.Tensor] = BoundedCache(_CACHED_AREAS)
         self.last_numbers = [0] * SLOTS
         """The last collective in each slot."""
+        self.posted: list[object] = [None] * SLOTS
+        """For each slot the object that stands for its words CALL and LOCATION; None if none does."""
         self.kept_tensors: list[torch.Tensor | Sequence[torch.Tensor]] = []
         """Tensors of a failed all-reduce, kept until this member leaves: another member may still write to them."""
         self.deferred_checks: deque[tuple[int, int]] = deque()
@@ -175,6 +177,7 @@ class SlotTable:
         at, words = number % SLOTS * LINE, self.words
         # This invalidates the line of the previous collective: see `check_deferred`.
         words[at + STEP] = number << SHIFT
+        self.posted[number % SLOTS] = None
         self.fence.light()
         words[at + CALL], words[at + LOCATION] = call, location
         self.publish(number, step)

@@ -2,7 +2,7 @@
 synchronisation.
 
 A program makes thousands of calls with small tensors a second, and their cost is the interpreter's. Everything that calls
-with the same signature share is therefore computed once per slot (see `small`), and `SmallExchange.schedule` contains
+with the same signature share is therefore computed once per slot (see `small`), and `SmallExchange.begin` contains
 the code of `SlotTable`'s methods inline.
 """
 
@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from asyncdist.kernel.algorithms.schedule import Schedule
+from asyncdist.kernel.memory.bounded_cache import BoundedCache
 from asyncdist.kernel.transport.native import PreparedCall
 from asyncdist_transports.shm.collectives.slot_table import (
     AWAITS_SLOT,
@@ -27,6 +30,9 @@ from asyncdist_transports.shm.collectives.slot_table import (
 
 # The distance between the first word of this collective and the last word of the previous collective in its slot.
 _SLOTS_AGO = (SLOTS << SHIFT) - DONE
+_BOUND_TENSORS = 64
+_POLLS = 32
+"""Polls of the sources before a call yields to wait: they take no longer than the way back to the engine."""
 
 
 Move = Callable[..., object]
@@ -34,7 +40,8 @@ Move = Callable[..., object]
 
 
 class Moves(NamedTuple):
-    """A member's actions in one slot for calls with one signature. Both functions get the tensors of the call."""
+    """A member's actions in one slot for calls with one signature. Both functions get the tensors of the call, or what is
+    bound to the memory of its only tensor."""
 
     stage: Move | None
     """Copies the data that others read into this member's area; None if they read nothing."""
@@ -43,6 +50,9 @@ class Moves(NamedTuple):
     location: int = 0
     """The location that this member posts: see `staging.CollectiveState`."""
 
+
+Bind = Callable[[torch.Tensor], tuple[Any, ...]]
+"""Returns what stands for the memory of a tensor, and does not keep it alive."""
 
 MovesOf = Callable[[int], Moves]
 """Returns the moves in the slot of the n-th collective."""
@@ -64,6 +74,7 @@ class SmallExchange:
         first: The step that this member has reached after staging; it may be the last one.
         goal: The step that each source has to reach.
         fallback: ``fallback(number, *tensors)`` continues after `NonUniformBlocks`, and leaves the slot.
+        bind: ``bind(tensor)`` returns what the moves get. It is kept for the next call with a tensor at this address.
     """
 
     def __init__(
@@ -77,73 +88,109 @@ class SmallExchange:
         first: int,
         goal: int,
         fallback: PreparedCall | None = None,
+        bind: Bind | None = None,
     ) -> None:
         self._slots, self._call, self._nbytes, self._make = slots, call, nbytes, moves
         self._sources, self._first, self._goal, self._fallback = sources, first, goal, fallback
-        self._moves: list[Moves | None] = [None] * SLOTS
+        self._moves: list[tuple[Move | None, Move | None, int] | None] = [None] * SLOTS
+        self._bind = bind
+        self._bound: BoundedCache[int, tuple[Any, ...]] = BoundedCache(_BOUND_TENSORS)
+        self._bound_to = self._bound.get
 
-    def schedule(self, number: int, *tensors: Any) -> Schedule:
-        """Run the group's n-th collective on contiguous tensors."""
+    def begin(self, number: int, *tensors: Any) -> Schedule | None:
+        """Begin the group's n-th collective on contiguous tensors; see `PreparedCall`."""
         slots, call = self._slots, self._call
-        words, others = slots.words, slots.others
-        light, full = slots.fence.light, slots.fence.full
-        if slots.unresolved:
-            yield from slots.enter(number)
+        words, others, light = slots.words, slots.others, slots.fence.light
         slot = number % SLOTS
-        stage, read, location = self._moves[slot] or self._made(number)
         at, now = slot * LINE, number << SHIFT
-        free, done = now - _SLOTS_AGO, now + DONE
+        done = now + DONE
         # As in `SlotTable.enter`.
+        free = now - _SLOTS_AGO
+        if slots.unresolved or words[at] < free:
+            return self._enter(number, tensors)
         for member in others:
-            if member.words[at] < free or words[at] < free:
-                yield from slots.wait_done(number - SLOTS)
+            if member.words[at] < free:
+                return self._enter(number, tensors)
         if slots.deferred_checks:
             slots.check_deferred(number)
         slots.last_numbers[slot] = number
+        moves = self._moves[slot] or self._made(number)
+        stage, read, location = moves
+        bind, given = self._bind, tensors
+        if bind is not None:
+            address = tensors[0].data_ptr()
+            given = self._bound_to(address) or self._bound.add(address, bind(tensors[0]))
         if stage is not None:
-            stage(*tensors)
-        words[at] = now
-        light()
-        words[at + CALL], words[at + LOCATION] = call, location
+            stage(*given)
+        # As in `SlotTable.post`, unless the line has the same words already.
+        if slots.posted[slot] is not moves:
+            words[at] = now
+            light()
+            words[at + CALL], words[at + LOCATION] = call, location
+            slots.posted[slot] = moves
         light()
         words[at] = now + self._first
-        full()
+        slots.fence.full()
         # A member that is done with this collective sleeps in a later one, for which this rank has posted nothing yet.
         for member in others:
             if member.asleep[0] and (member.words[at] < done or member.words[AWAITS_SLOT]):
                 member.signal()
         if read is None:
             slots.deferred_checks.append((number, call))
-            return
-        goal = now + self._goal
+            return None
+        goal, polls = now + self._goal, _POLLS
         for member in self._sources:
             theirs = member.words
-            while (seen := theirs[at]) <= now:
-                yield member.wait
+            while theirs[at] < goal:
+                polls -= 1
+                if not polls:
+                    return self._wait(number, tensors, given, read)
             light()
-            # A member that calls something else may wait for this one without end.
             if theirs[at + CALL] != call:
                 slots.check_calls(number, call, [member])
-            if seen < goal:
-                while theirs[at] < goal:
-                    yield member.wait
-                light()
+        return self._end(number, given, read)
+
+    def _enter(self, number: int, tensors: tuple[Any, ...]) -> Schedule:
+        """Begin when the slot is free."""
+        yield from self._slots.enter(number)
+        yield from self.begin(number, *tensors) or ()
+
+    def _wait(self, number: int, tensors: tuple[Any, ...], given: tuple[Any, ...], read: Move) -> Schedule:
+        """Wait for the sources, and complete the call. The schedule keeps the tensors."""
+        slots, at, now = self._slots, number % SLOTS * LINE, number << SHIFT
+        for member in self._sources:
+            words = member.words
+            while words[at] <= now:
+                yield member.wait
+            slots.fence.light()
+            # A member that calls something else may wait for this one without end.
+            slots.check_calls(number, self._call, [member])
+            while words[at] < now + self._goal:
+                yield member.wait
+            slots.fence.light()
+        yield from self._end(number, given, read) or ()
+
+    def _end(self, number: int, given: tuple[Any, ...], read: Move) -> Schedule | None:
+        """Read what the sources have staged, and leave the slot."""
+        slots, at = self._slots, number % SLOTS * LINE
         if slots.deferred_checks:
             slots.check_deferred(number)
         try:
-            read(*tensors)
+            read(*given)
         except NonUniformBlocks:
             assert self._fallback is not None, "only an all-to-all has blocks of several sizes"
-            yield from self._fallback(number, *tensors)
-            return
-        light()
-        words[at] = done
-        full()
-        for member in others:
+            return self._fallback(number, *given)
+        slots.fence.light()
+        slots.words[at] = (number << SHIFT) + DONE
+        slots.fence.full()
+        for member in slots.others:
             if member.asleep[0] and member.words[AWAITS_SLOT]:
                 member.signal()
+        return None
 
-    def _made(self, number: int) -> Moves:
+    def _made(self, number: int) -> tuple[Move | None, Move | None, int]:
         self._slots.reserve(number, 0, self._nbytes)
-        made = self._moves[number % SLOTS] = self._make(number)
+        stage, read, location = self._make(number)
+        # An exact tuple is unpacked in less time.
+        made = self._moves[number % SLOTS] = stage, read, location
         return made
