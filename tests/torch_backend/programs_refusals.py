@@ -88,7 +88,7 @@ def features_of_later_releases(rank, world):
         group.supports_completion_hooks,
     ]
     return [
-        (can, [True, True, False, True, False]),
-        _refused(None, lambda: group.new_window(torch.ones(2)), "use send and recv"),
+        (can, [True, True, True, True, False]),
+        _refused(None, lambda: group.new_window().put(torch.ones(2), 0, 0, False), "call tensor_register"),
         _still_works(rank, world),
     ]
