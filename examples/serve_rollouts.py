@@ -172,7 +172,7 @@ async def train(store: str, replicas: list[list[subprocess.Popen[bytes]]]) -> Ro
         for step in range(options.steps):
             with torch.no_grad():  # an update of the policy
                 for parameter in model.parameters():
-                    parameter += 0.1 * torch.randn_like(parameter)
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
                 expected.append(model(torch.eye(VOCABULARY)).argmax(1).tolist())
             await publisher.publish(step)
             if step == 0:
