@@ -85,20 +85,24 @@ class TorchHooks:
     """The variables by which a program asks for torch's own observers of collectives.
 
     Attributes:
-        flight_recorder: torch's flight recorder, by a size of its buffer other than 0. Without a size torch records too,
-            unless a back end records itself.
+        flight_recorder: torch's flight recorder, by a size of its buffer other than 0, or by a request to dump it. Without
+            both torch records too, unless a back end records itself.
+        dumps: Whether torch's flight recorder is written into a file when an operation fails.
         nan_check: The check of inputs for NaN.
     """
 
     flight_recorder: bool = False
+    dumps: bool = True
     nan_check: bool = False
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> TorchHooks:
         """Read torch's variables."""
         sizes = (_number(environ, name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"))
-        size = next((size for size in sizes if size is not None), 0)
-        return cls(size > 0, environ.get("TORCH_DIST_NAN_CHECK", "") == "1")
+        wishes = (environ.get(name, "").lower() for name in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"))
+        dumps = next((wish not in ("0", "n", "no", "f", "false") for wish in wishes if wish), None)
+        size = next((size for size in sizes if size is not None), int(bool(dumps)))
+        return cls(size > 0, dumps is not False, environ.get("TORCH_DIST_NAN_CHECK", "") == "1")
 
     @property
     def observe(self) -> bool:

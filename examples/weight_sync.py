@@ -8,7 +8,8 @@ Rank 0 trains on handwritten digits (from scikit-learn) in a blocking script. Ev
 (`asyncdist.weights`) and continues to train. Rank 1 runs the clients: it sends requests with held-out digits at a fixed
 rate and checks the answers. Ranks 2 and up are inference servers: the event loop of each answers requests and swaps the
 newest version in. A server keeps two copies of the model. It answers from one copy while the next version arrives in the
-other, so no answer mixes two versions. The ranks form a group only to exchange addresses and results.
+other, so no answer mixes two versions. Servers on other hosts would get only what has changed since the version before. The
+ranks form a group only to exchange addresses and results.
 
 At the end rank 0 prints a row for each version: the time until all servers used it, the requests answered during that
 time, their latency, and the longest pause of a server's event loop. It plots the answers in out/weight_sync.png. It exits

@@ -98,6 +98,9 @@ def test_deprecated_variable_for_c10d_is_translated_with_a_warning(caplog, monke
         ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "100", "TORCH_DIST_NAN_CHECK": "1"}, True, True),
         ({"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "100"}, False, False),
         ({"TORCH_DIST_NAN_CHECK": "0"}, False, False),
+        ({"TORCH_FR_DUMP_ON_TIMEOUT": "1"}, True, False),
+        ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "no"}, False, False),
+        ({"TORCH_FR_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "0"}, False, False),
     ],
 )
 def test_hooks_of_torch_are_those_that_its_variables_ask_for(variables, flight_recorder, nan_check):

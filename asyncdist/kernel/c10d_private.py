@@ -49,6 +49,10 @@ OPTIONAL_NAMES: dict[str, str] = {
     # From torch 2.14 on: hooks that see the operations of a group.
     "FlightRecorderHook": "torch._C._distributed_c10d:FlightRecorderHook",
     "NanCheckHook": "torch._C._distributed_c10d:NanCheckHook",
+    # From torch 2.15 on: writes torch's flight recorder into a file.
+    "dump_fr_trace_file": "torch._C._distributed_c10d:_dump_fr_trace_file",
+    # The name of operations in profiles, which `record_comm` sets for a block; some builds lack torch.distributed.
+    "get_comm_profiling_name": "torch._C._distributed_c10d:_get_comm_profiling_name",
     # From torch 2.15 on: what a one-sided transport derives from.
     "Transport": "torch.distributed._transport:Transport",
     # An interface of torch that only some builds have.

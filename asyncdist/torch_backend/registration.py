@@ -28,6 +28,8 @@ from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS, NAME, Torch
 _numbers_alone = itertools.count()
 _names: set[str] = set()
 """The back ends that are registered here."""
+_dumped: list[int] = []
+"""The rank of this process, once it has written torch's flight recorder into a file."""
 
 
 def register_backend() -> None:
@@ -113,7 +115,20 @@ def _wrapped(group: Group | NoGroupYet, own_world: World | None, opts: Any) -> T
     if not _is_whole(opts.process_group):
         return Backend(group, own_world)
     kind = ObservedProcessGroup if hooks.observe else ProcessGroup
-    return kind(group, own_world, opts.process_group.get_group_store())
+    made = kind(group, own_world, opts.process_group.get_group_store())
+    if hooks.flight_recorder and hooks.dumps and isinstance(group, Group):
+        made._hook("dump", on_error=_dump_recorder_of_torch)
+    return made
+
+
+def _dump_recorder_of_torch(_: object) -> None:
+    """Write torch's flight recorder into ``TORCH_FR_DUMP_TEMP_FILE`` with the rank behind it, once.
+
+    torch 2.15 asks a back end in Python for no abort hooks, by which it writes the recorder for its own ones.
+    """
+    if c10d_private.dump_fr_trace_file is not None and not _dumped:
+        _dumped.append(torch_distributed.get_rank())
+        c10d_private.dump_fr_trace_file(_dumped[0], backend=NAME)
 
 
 def _choose_recorder(of_torch: bool) -> None:

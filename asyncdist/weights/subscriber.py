@@ -70,6 +70,8 @@ class Subscribing:
         """The version that `next` has returned or refused last."""
         self._fetching: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
+        self._last_try = ""
+        """Why the version that is being fetched could not be read last."""
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -157,7 +159,7 @@ class Subscribing:
                 f"{self._latest} of {self._name!r} waits for a copy of the model: within {limit:g} s no request has left "
                 "reading() on the older one; let requests end sooner, or pass copies=3"
             )
-        return f"{self._latest} of {self._name!r} has not arrived completely within {limit:g} s: wait again"
+        return f"{self._latest} of {self._name!r} has not arrived completely within {limit:g} s: wait again{self._last_try}"
 
     def _is_new(self, version: Version) -> bool:
         return version.number > self._seen.number and version.key != self._seen.key
@@ -170,6 +172,7 @@ class Subscribing:
             version = self._latest
             try:
                 self._ready = await self._get(exchange, version)
+                self._last_try = ""
                 return
             except AsyncdistError as error:
                 if not isinstance(error, WeightsError) or isinstance(error, DigestError):
@@ -177,6 +180,7 @@ class Subscribing:
                     raise
                 # Its publisher has died, or a newer version has replaced it.
                 log.info("%s", error.summary)
+                self._last_try = f"; the last try: {error.summary}"
                 if self._latest is not version:
                     backoff.reset()
 

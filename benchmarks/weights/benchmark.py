@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import click
 
 from asyncdist.cli.option_types import ListOf, Rate
 from asyncdist.cli.page import Column, Grid, duration, size, times
@@ -16,7 +19,8 @@ from benchmarks.laboratory import LIMIT, ask, hear_all
 from benchmarks.processes import RankProcess
 
 OURS, ALONE = "asyncdist", "alone"
-"""Publication to the swap on the slowest reader; and one copy by one thread, or one plain transfer over the link."""
+"""Publication to the swap on the slowest reader; and what it is compared with: one copy by one thread, one plain transfer
+over the link, or a version all of whose values have changed."""
 _QUIET = 0.5
 """Seconds without a publication before each one, in which requests are answered, too."""
 _AFTER = 0.1
@@ -27,6 +31,10 @@ _LATEST = 0.010
 """Seconds by which an answer may be late because of a version."""
 _MOST_TIME = 1.3
 """The most time in which all hosts have a version, in transfers over one link."""
+_MOST_TIME_OF_CHANGES = 0.1
+"""The most time in which all hosts have a version of which few values have changed, in versions that have changed whole."""
+_MOST_PROCESSOR_TIME = 1 / 2**30
+"""The most seconds of the publisher's processors for a byte of such a version."""
 _ALLOWANCE = 1.1
 """A figure that misses its target by less than a tenth has reached it."""
 
@@ -37,13 +45,14 @@ _SIZES = ListOf("sizes such as 100M,1G", lambda word: whole_number(word) or None
 class WeightsPlan:
     """What to measure. The first three versions of each case do not count."""
 
-    parts: tuple[str, ...] = ("host", "hosts")
+    parts: tuple[str, ...] = ("host", "hosts", "changes")
     rounds: int = option(7, "Versions of each case.")
     sizes: tuple[int, ...] = option("1G", "Bytes of a version on one host.", _SIZES)
     readers: tuple[int, ...] = option("1,4", "Numbers of readers on one host, each a case.", COUNTS)
     remote_sizes: tuple[int, ...] = option("100M", "Bytes of a version for other hosts.", _SIZES)
     hosts: tuple[int, ...] = option("1,8", "Numbers of other hosts, each a case.", COUNTS)
     rate: str = option("1gbit", "Rate of each host's link, in the words of tc.", Rate())
+    changed: int = option(2, "Percent of the values that change, for changes.", click.IntRange(1, 99))
 
 
 def of_its_rate(case: Case) -> float:
@@ -52,7 +61,7 @@ def of_its_rate(case: Case) -> float:
 
 
 def times_as_long(case: Case) -> float:
-    """Return the time of the slowest reader over that of the copy or the transfer."""
+    """Return the time of the slowest reader over that of what it is compared with."""
     return 1 / of_its_rate(case)
 
 
@@ -61,14 +70,20 @@ def later(case: Case) -> float:
     return case.median(OURS, "late") - case.median(OURS, "late_before")
 
 
+def processor_time(case: Case) -> float:
+    """Return the seconds of the publisher's processors for a byte of a version."""
+    return case.median(OURS, "processor") / float(case.facts["nbytes"])
+
+
 class WeightsBenchmark(Benchmark[WeightsPlan]):
     """Measure how fast published weights reach their readers, and how late the readers' answers are.
 
     PART host: readers on the publisher's host, which answer requests while each version arrives, compared with a copy of
     the same bytes by one thread. PART hosts: one reader on each of several hosts, which are network namespaces with links
-    of a limited rate, compared with one plain transfer over such a link; it needs root. The default is both.
+    of a limited rate, compared with one plain transfer over such a link; it needs root. PART changes: the same readers when
+    few values have changed, compared with a version all of whose values have. The default is all three.
 
-    A run takes two minutes, and needs an idle machine with as much free memory as six versions.
+    A run takes three minutes, and needs an idle machine with as much free memory as six versions.
 
     \b
     python -m benchmarks weights --output docs/bench
@@ -79,14 +94,15 @@ class WeightsBenchmark(Benchmark[WeightsPlan]):
     plan_type = WeightsPlan
     program = Path(__file__).with_name("processes.py")
     preload = ("torch", "asyncdist", "asyncdist.weights", "asyncdist.sync")
-    parts = ("host", "hosts")
-    parts_on_hosts = ("hosts",)
+    parts = ("host", "hosts", "changes")
+    parts_on_hosts = ("hosts", "changes")
 
     def measure(self) -> Iterator[Case]:
         if "host" in self.plan.parts:
             yield from (self._one_host(count, nbytes) for nbytes in self.plan.sizes for count in self.plan.readers)
-        if "hosts" in self.plan.parts:
-            yield from (self._several(count, nbytes) for nbytes in self.plan.remote_sizes for count in self.plan.hosts)
+        for part, measure in ("hosts", self._several), ("changes", self._changes):
+            if part in self.plan.parts:
+                yield from (measure(count, nbytes) for nbytes in self.plan.remote_sizes for count in self.plan.hosts)
 
     @classmethod
     def tables(cls, report: GridReport[WeightsPlan]) -> tuple[list[str], list[Grid]]:
@@ -115,6 +131,20 @@ class WeightsBenchmark(Benchmark[WeightsPlan]):
                 ("target", lambda case: str(case.targets[0])),
             ]
             grids.append(_grid("Several hosts", "hosts", "one transfer", columns, hosts))
+        if changes := report.of("changes"):
+            about.append(
+                f"few changes: the same hosts and links, when {report.plan.changed}% of bfloat16 values have changed by "
+                "one or two units in the last place since the version that the readers have, compared with a version all "
+                f"of whose values have. Targets: {_MOST_TIME_OF_CHANGES:g} of its time, {_MOST_PROCESSOR_TIME * 2**30:g} s "
+                f"of the publisher's processors for 1 GiB, and no answer more than {1e3 * _LATEST:g} ms later"
+            )
+            columns = [
+                ("of it", lambda case: times(times_as_long(case))),
+                ("processor time", lambda case: duration(case.median(OURS, "processor"))),
+                ("latest answer", lambda case: duration(case.median(OURS, "late"))),
+                ("before", lambda case: duration(case.median(OURS, "late_before"))),
+            ]
+            grids.append(_grid("Few changes", "hosts", "whole version", columns, changes))
         return about, grids
 
     def _one_host(self, readers: int, nbytes: int) -> Case:
@@ -134,14 +164,37 @@ class WeightsBenchmark(Benchmark[WeightsPlan]):
         """Measure one reader on each of several hosts, and one plain transfer of the bytes between two of them."""
         case = Case("hosts", f"{readers} readers on as many hosts", facts={"readers": readers, "nbytes": nbytes})
         case.targets = [Target(_MOST_TIME, times_as_long, times, allowance=_ALLOWANCE)]
+        with self._on_hosts(readers, nbytes) as (publisher, processes, address):
+            sender = self.laboratory.start("send_plainly", address, nbytes, host=0)
+            self.laboratory.start("receive_plainly", address, sender.hear(), nbytes, host=1)
+            self._rounds(case, publisher, processes, lambda: ask(sender, "send"))
+        return case
+
+    def _changes(self, readers: int, nbytes: int) -> Case:
+        """Measure readers that have the version before, and a version that has changed whole."""
+        case = Case("changes", f"changes for {readers} hosts", facts={"readers": readers, "nbytes": nbytes})
+        case.targets = [
+            Target(_MOST_TIME_OF_CHANGES, times_as_long, times, allowance=_ALLOWANCE),
+            Target(_MOST_PROCESSOR_TIME, processor_time, "{:.2e} s per byte".format, allowance=_ALLOWANCE),
+            Target(_LATEST, later, duration, allowance=_ALLOWANCE),
+        ]
+
+        def whole() -> tuple[float, float]:
+            called, _, swapped, _ = _version(publisher, processes, 1)
+            return called, swapped
+
+        with self._on_hosts(readers, nbytes) as (publisher, processes, _):
+            self._rounds(case, publisher, processes, whole, self.plan.changed / 100)
+        return case
+
+    @contextlib.contextmanager
+    def _on_hosts(self, readers: int, nbytes: int) -> Iterator[tuple[RankProcess, list[RankProcess], str]]:
+        """Start a publisher on one host, whose address is yielded too, and a reader on each of several others."""
         with self.laboratory.on_hosts(readers + 1) as hosts, self.laboratory.store(host=0) as job:
             hosts.shape(self.plan.rate)
             publisher = self._start("publish", job, nbytes, host=0)
-            processes = [self._start("read", job, nbytes, host=host) for host in range(1, readers + 1)]
-            sender = self.laboratory.start("send_plainly", hosts.addresses[0], nbytes, host=0)
-            self.laboratory.start("receive_plainly", hosts.addresses[0], sender.hear(), nbytes, host=1)
-            self._rounds(case, publisher, processes, lambda: ask(sender, "send"))
-        return case
+            processes = [self._start("read", job, nbytes, host=host + 1) for host in range(readers)]
+            yield publisher, processes, hosts.addresses[0]
 
     def _start(self, function: str, job: str, nbytes: int, host: int | None = None) -> RankProcess:
         process = self.laboratory.start(function, job, nbytes, host=host)
@@ -154,6 +207,7 @@ class WeightsBenchmark(Benchmark[WeightsPlan]):
         publisher: RankProcess,
         readers: Sequence[RankProcess],
         alone: Callable[[], tuple[float, float]],
+        changed: float = 1,
     ) -> None:
         rounds = []
         # The first three versions come into new memory.
@@ -161,21 +215,36 @@ class WeightsBenchmark(Benchmark[WeightsPlan]):
             self.laboratory.progress(f"{case.name}: {number + 1} of {self.plan.rounds}")
             begun, ended = alone()
             time.sleep(_QUIET)
-            for each in readers:
-                each.say("next")
-            called, visible = ask(publisher, "publish")
-            swapped = max(hear_all(readers))
+            measured = _version(publisher, readers, changed)
             if number >= 0:
                 case.add(ALONE, ended - begun)
-                rounds.append((called, visible, swapped))
+                rounds.append(measured)
         for each in readers:
             each.say(None)
         requests = [request for answers in hear_all(readers) for request in answers]
-        for called, visible, swapped in rounds:
+        for called, visible, swapped, used in rounds:
             ended = swapped + _AFTER
             before = max(called - _QUIET, 2 * called - ended)
             late, late_before = _latest(requests, called, ended), _latest(requests, before, called)
-            case.add(OURS, swapped - called, published=visible - called, late=late, late_before=late_before)
+            further = {"late": late, "late_before": late_before, "processor": used}
+            case.add(OURS, swapped - called, published=visible - called, **further)
+
+
+def _version(
+    publisher: RankProcess, readers: Sequence[RankProcess], changed: float
+) -> tuple[float, float, float, float]:
+    """Change a part of the values, and publish them.
+
+    Returns:
+        When `publish` was called, when it returned, when the last reader had swapped the version in, and the processor time
+        that the publisher has used between the first and the last.
+    """
+    used = ask(publisher, "change", changed)
+    for each in readers:
+        each.say("next")
+    called, visible = ask(publisher, "publish")
+    swapped = max(hear_all(readers))
+    return called, visible, swapped, ask(publisher, "change", 0) - used
 
 
 def _grid(title: str, count: str, alone: str, further: Sequence[Column[Case]], cases: Sequence[Case]) -> Grid:

@@ -24,20 +24,42 @@ _PIECE_NBYTES = 1 << 20
 
 
 def state_of(nbytes: int, *, meta: bool = False) -> dict[str, torch.Tensor]:
-    """Return tensors of 16 MiB, and a last one with the rest of ``nbytes``."""
-    counts = [_TENSOR_NBYTES // 4] * (nbytes // _TENSOR_NBYTES) + [nbytes % _TENSOR_NBYTES // 4]
-    device = "meta" if meta else "cpu"
-    return {f"layer{number}": torch.ones(count, device=device) for number, count in enumerate(counts) if count}
+    """Return bfloat16 tensors of 16 MiB, and a last one with the rest of ``nbytes``."""
+    counts = [_TENSOR_NBYTES // 2] * (nbytes // _TENSOR_NBYTES) + [nbytes % _TENSOR_NBYTES // 2]
+    made = torch.empty if meta else torch.randn
+    return {
+        f"layer{number}": made(count, dtype=torch.bfloat16, device="meta" if meta else "cpu")
+        for number, count in enumerate(counts)
+        if count
+    }
+
+
+def _change(state: dict[str, torch.Tensor], part: float) -> None:
+    """Change a part of the values by one or two units in the last place, or all of them."""
+    for tensor in state.values():
+        bits = tensor.view(torch.int16)
+        if part == 1:
+            bits += 1
+            continue
+        positions = torch.randint(len(bits), (int(part * len(bits)),))
+        bits[positions] += torch.tensor([-1, 1, 2], dtype=torch.int16)[torch.randint(3, positions.shape)]
 
 
 def publish(test: Connection, job: str, nbytes: int) -> None:
-    """Publish a version, or copy the tensors within this process, whenever the test says so; send (begin, end)."""
+    """Publish a version, or copy the tensors within this process, whenever the test says so; send (begin, end).
+
+    The order "change" changes a part of the values. Its answer is the processor time of this process so far.
+    """
     state = state_of(nbytes)
     copies = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     with blocking.Publisher(state, job=job) as publisher:
         test.send("ready")
         step = 0
-        for (order,) in iter(test.recv, None):
+        for order, *arguments in iter(test.recv, None):
+            if order == "change":
+                _change(state, *arguments)
+                test.send(time.process_time())
+                continue
             begun = time.monotonic()
             if order == "copy":
                 for name, tensor in state.items():

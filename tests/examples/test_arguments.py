@@ -9,7 +9,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLOTTING = ["train_digits.py", "weight_sync.py", "pipeline.py", "tensor_parallel.py"]
-ALONE = {"actor_learner.py", "fsdp2_gpt.py"}
+ALONE = {"actor_learner.py", "fsdp2_gpt.py", "serve_rollouts.py"}
 """The examples that need no extra."""
 pytestmark = pytest.mark.processes
 

@@ -7,6 +7,7 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator
 
+import numpy as np
 from msgpack import ExtType, packb
 
 from asyncdist.errors import AuthenticationError, ProtocolError
@@ -26,6 +27,7 @@ from asyncdist.store.server.c10d_session import cached_answers, handlers_of
 from asyncdist.store.state.change_log import Change, ChangeLog, replay
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import Contents, SizeLimits
+from asyncdist.weights.content.difference import difference, restore
 from tests.support.received_messages import ReceivedMessages, frame_of
 
 LIMIT = 1 << 16
@@ -119,6 +121,15 @@ def changes(data: bytes) -> None:
             decode_request(message)
 
 
+def differences(data: bytes) -> None:
+    """The difference of a block of weights; the first byte says how large an element is."""
+    itemsize = 1 << (data[0] % 4) if data else 1
+    old, new = _BLOCK.copy(), np.empty_like(_BLOCK)
+    with contextlib.suppress(ProtocolError):
+        restore(old, data[1:], itemsize, new)
+    assert np.array_equal(old, _BLOCK)
+
+
 def _pieces(data: bytes) -> list[bytes]:
     size = data[0] + 1 if data else 1
     return [data[start : start + size] for start in range(1, len(data), size)]
@@ -155,12 +166,21 @@ def _long(message: object, *values: bytes) -> bytes:
     return pack_opening(0, head, list(map(len, values))) + parts
 
 
+def _difference(itemsize: int, every: int) -> bytes:
+    new = _BLOCK.copy()
+    new[:: every * itemsize] += 1
+    changes = difference(_BLOCK, new, itemsize)
+    assert changes is not None
+    return bytes([itemsize.bit_length() - 1]) + changes
+
+
+_BLOCK = np.random.default_rng(0).integers(0, 256, 4096, dtype=np.uint8)
 _VALUE = ExtType(1, bytes(4))
 _CHANGES = _kept((Op.SET, ("k", b"v")), (Op.APPEND, ("k", b"w")), (Op.QUEUE_PUSH, ("q", b"i")), (Op.DELETE_KEY, ("k",)))
 _RECORD = packer()((0, Op.SET, "k", b"v"))
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    each.__name__: each for each in (requests, answers, c10d, cached_c10d, greeting, frames, changes)
+    each.__name__: each for each in (requests, answers, c10d, cached_c10d, greeting, frames, changes, differences)
 }
 SEEDS: dict[str, list[bytes]] = {
     "requests": [
@@ -192,4 +212,5 @@ SEEDS: dict[str, list[bytes]] = {
         log_format.header(SALT, 7),
     ],
     "changes": [_CHANGES, _RECORD, _of_a_client()],
+    "differences": [_difference(1, 20), _difference(2, 300), _difference(8, 50), b"\2"],
 }

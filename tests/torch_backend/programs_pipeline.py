@@ -76,6 +76,17 @@ def trained(rank, world, name):
     return _run(schedule, mine, indices, len(blocks))
 
 
+def per_edge(rank, world):
+    """Each pair of neighbours has a group of its own for either direction; the results are those without."""
+    from torch.distributed import config
+
+    names = ("1F1B", "interleaved 1F1B", "ZBV zero bubble")
+    expected = [trained(rank, world, name) for name in names]
+    with config.patch(pipeline_per_edge_p2p=True):
+        found = [trained(rank, world, name) for name in names]
+    return [(found, expected)]
+
+
 def traced(rank, world):
     """torch divides the model into stages."""
     torch.manual_seed(0)

@@ -1,5 +1,6 @@
 """Sharded training: FSDP2, hybrid sharding, FSDP1, and tensors parallel below them; run by the teams of conftest.py."""
 
+import asyncio
 import contextlib
 import warnings
 
@@ -40,6 +41,35 @@ def _trained(model, rank):
     losses = train(model, rank, steps=4)
     local = {name: list(p.to_local().shape) for name, p in model.named_parameters()}
     return losses, state(model), local
+
+
+def finalized_awaited(rank, world):
+    """The loop goes on while the gradients are reduced, and the results are those of a usual backward."""
+    results = []
+    for awaits in (False, True):
+        torch.manual_seed(0)
+        model, ticks = _sharded(), 0
+        model.set_manual_backward_finalization(awaits)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        async def step(number, model=model, awaits=awaits):
+            nonlocal ticks
+            inputs, targets = samples(rank, number)
+            functional.mse_loss(model(inputs), targets).backward()
+            if awaits:
+                reduced = asyncio.ensure_future(asyncio.to_thread(model.finalize_backward(async_op=True).wait))
+                while not reduced.done():
+                    ticks += 1
+                    await asyncio.sleep(0)
+                await reduced
+
+        for number in range(3):
+            optimizer.zero_grad()
+            asyncio.run(step(number))
+            optimizer.step()
+        results.append(state(model))
+        assert awaits == bool(ticks)
+    return [(results[1], results[0])]
 
 
 def mean_of_shares(rank, world):

@@ -1,6 +1,7 @@
 """Versions that arrive as differences from the version before: bit by bit the same, or whole where that fails."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -159,20 +160,41 @@ async def test_altered_base_is_noticed_and_the_version_is_read_whole(exchange, c
     assert "so it is read whole" in caplog.text
 
 
-async def test_torn_difference_is_noticed_and_the_version_is_read_whole(exchange, caplog, monkeypatch):
-    def torn(self, number, key, base):
-        return b"\1\0\0\0"
+def torn(changes):
+    return changes[: len(changes) // 2]
 
-    state = state_of()
+
+def altered(changes):
+    return changes[:-1] + bytes([changes[-1] ^ 1])
+
+
+@pytest.mark.parametrize("damage", [torn, altered])
+async def test_damaged_difference_is_noticed_and_the_version_is_read_whole(exchange, caplog, monkeypatch, damage):
+    state, of_a_block = state_of(), HeldVersion.difference
     async with exchange(state, "server") as (publisher, subscriber):
         await publisher.publish()
         await take(subscriber, state)
-        monkeypatch.setattr(HeldVersion, "difference", torn)
+        monkeypatch.setattr(HeldVersion, "difference", lambda *args: damage(of_a_block(*args) or b"\1\0\0\0"))
         change(state)
         await publisher.publish()
         with caplog.at_level(logging.WARNING):
             await take(subscriber, state)
     assert "so it is read whole" in caplog.text
+
+
+async def test_difference_from_a_version_that_the_reader_does_not_have_is_refused(exchange, monkeypatch):
+    state, decode = state_of(), Question.decode
+    async with exchange(state, "server") as (publisher, subscriber):
+        first = await publisher.publish()
+        change(state)
+        await publisher.publish()
+        with monkeypatch.context() as patched:
+            patched.setattr(Question, "decode", lambda *args: replace(decode(*args), base=first.key))
+            with pytest.raises(TimeoutError, match=r"the last try: .* has sent blocks 0 to \d+ .* not expected"):
+                await subscriber.next(1.0)
+            assert subscriber.current is None
+        await publisher.publish()
+        await take(subscriber, state)
 
 
 async def test_source_that_knows_no_differences_sends_all(exchange, arrived, monkeypatch):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -167,3 +168,47 @@ def test_relay_that_is_stopped_is_passed_over(start):
             assert each.hear() == (step, float(step), float(step))
         first.resume()
         assert first.hear()[0] <= step
+
+
+@pytest.fixture
+def start_few_changes(start):
+    """Start a publisher or a reader of versions that differ in few values, each on a host of its own."""
+
+    def start_few_changes(role, host):
+        return start("few_changes", role, host=host)
+
+    return start_few_changes
+
+
+def test_publisher_killed_while_it_sends_differences_leaves_the_version_before(start_few_changes):
+    publisher, reader = start_few_changes("publisher", "trainer"), start_few_changes("reader", "a")
+    ask(publisher, (1, 0))
+    assert ask(reader, ("swap", 0)) == (1, 1.0, True)
+    reader.say(("swap", 0))
+    publisher.say((2, 3))
+    assert publisher.wait() == -signal.SIGKILL
+    late = start_few_changes("reader", "b")
+    late.say(("swap", 0))
+    survivor = start_few_changes("publisher", "trainer")
+    ask(survivor, (3, 0))
+    for each in (reader, late):
+        assert each.hear() == (3, 3.0, True)
+
+
+def test_reader_killed_while_differences_arrive_holds_nobody_up(start_few_changes, until):
+    publisher = start_few_changes("publisher", "trainer")
+    victim, behind = start_few_changes("reader", "a"), start_few_changes("reader", "b")
+    ask(publisher, (1, 0))
+    for each in (victim, behind):
+        assert ask(each, ("swap", 0)) == (1, 1.0, True)
+    victim.say(("swap", 3))
+    behind.say(("swap", 0))
+    ask(publisher, (2, 0))
+    assert victim.wait() == -signal.SIGKILL
+    assert behind.hear() == (2, 2.0, True)
+    again = start_few_changes("reader", "a")
+    assert ask(again, ("swap", 0)) == (2, 2.0, True)
+    ask(publisher, (3, 0))
+    for each in (behind, again):
+        assert ask(each, ("swap", 0)) == (3, 3.0, True)
+    until(lambda: segments_of(publisher.pid) <= 3)

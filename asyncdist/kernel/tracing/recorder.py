@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.lifecycle import WeakRegistry
 from asyncdist.base.ops import is_message
+from asyncdist.kernel import c10d_private
 from asyncdist.kernel.torch_private import enter_span, exit_span, is_profiler_enabled
 from asyncdist.kernel.tracing import stacks, torch_format
 from asyncdist.kernel.tracing.call_text import call_in_words
@@ -57,7 +58,7 @@ class Entry:
         self.finished = 0.0
         self.error: str | None = None
         self.peer: int | None = None
-        self.span = enter_span(f"asyncdist:{op}", None) if not issued and is_profiler_enabled() else None
+        self.span = enter_span(_span_name(op), None) if not issued and is_profiler_enabled() else None
 
     def finish(self, error: BaseException | None = None) -> bool:
         """Record the end; return whether the caller must call `run_hooks`, after it has released its locks."""
@@ -86,6 +87,12 @@ class Entry:
         fingerprint = Fingerprint.unpack(self.fingerprint)
         call = call_in_words(fingerprint, self.op) if fingerprint.collective else self.op
         return {name: getattr(self, name) for name in names} | {"call": call}
+
+
+def _span_name(op: str) -> str:
+    """Return the name that ``torch.distributed.record_comm`` has set in the calling thread, or that of the operation."""
+    named = c10d_private.get_comm_profiling_name
+    return (named() if named else "") or f"asyncdist:{op}"
 
 
 CompletedCall = tuple[str, str, int, int, int, float, float]

@@ -1,7 +1,7 @@
 """Weight-transfer engines for vLLM, experimental: a trainer publishes, and the workers of inference engines read.
 
 They follow the interface that vLLM 0.32 and 0.33 document (Weight Transfer, Base Classes and Custom Engines), and are
-tested with stand-ins for both. vLLM finds them by its plug-ins::
+tested with stand-ins for both and with the CPU build of 0.32. vLLM finds them by its plug-ins::
 
     [project.entry-points."vllm.general_plugins"]           # of asyncdist
     asyncdist = "asyncdist.weights.adapters.vllm_engines:register_vllm_engines"
@@ -21,6 +21,7 @@ again, reads the newest version when its engine asks for it, and each host has o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -103,8 +104,10 @@ class AsyncdistWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         subscriber, self._subscriber = self._subscriber, None
-        if subscriber is not None:
-            subscriber.__exit__()
+        # vLLM also calls this while the process exits, when asyncdist has left the job already.
+        with contextlib.suppress(UsageError):
+            if subscriber is not None:
+                subscriber.__exit__()
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
@@ -23,6 +24,10 @@ _SIGN = STALL / 4
 """Seconds after which a source without blocks says that it is alive."""
 _MOST_REQUESTS = 64
 """The most open requests of one channel. A reader has a few."""
+_SHARE_NBYTES = 4 << 20
+"""Bytes that a thread compares at a time: a call in a thread takes as long as the comparison of some hundred KiB."""
+_SHARES_AHEAD = 2
+"""Shares that threads compare while the one before travels."""
 
 
 class _Request:
@@ -137,24 +142,33 @@ class VersionServer:
             selection = Selection.of_description(selection.layout, question.parts)
         if selection.key != question.selection or (is_part and held.selection.key):
             raise UnsupportedError("it has another part of this version")
-        blocks, at = selection.layout.blocks, question.first
-        while at < len(blocks):
-            here = len(blocks) * held.is_complete if is_part else held.num_blocks
-            if here <= at:
-                await self._wait(channel, question, held)
-                continue
-            end = group_end(blocks, at, here)
-            if is_part or question.base:
-                gathering = self._threads.submit(_gather, held, selection, range(at, end), question.base, base)
-                buffers, digests = await asyncio.wrap_future(gathering)
-                # Not in the thread: if this request has ended, the memory may have been written again.
-                if not is_part:
-                    held.keep_differences(question.base, at, buffers)
-            else:
-                buffers, digests = [held.array(block).data for block in blocks[at:end]], held.digests[at:end]
-            head = encode(BLOCKS, question.number, at, digests.astype("<u8").tobytes())
-            await channel.deliver(head, buffers)
-            at = end
+        blocks, sent = selection.layout.blocks, question.first
+        sizes, asked = [block.nbytes for block in blocks], sent
+        gathering: deque[asyncio.Future[tuple[list[memoryview], NDArray[np.uint64]]]] = deque()
+        try:
+            while sent < len(blocks):
+                here = len(blocks) * held.is_complete if is_part else held.num_blocks
+                if here <= sent:
+                    await self._wait(channel, question, held)
+                    continue
+                if not (is_part or question.base):
+                    end = group_end(sizes, sent, here)
+                    buffers, digests = [held.array(block).data for block in blocks[sent:end]], held.digests[sent:end]
+                else:
+                    while asked < here and len(gathering) < _SHARES_AHEAD:
+                        end = group_end(sizes, asked, here, _SHARE_NBYTES)
+                        call = self._threads.submit(_gather, held, selection, range(asked, end), question.base, base)
+                        gathering.append(asyncio.wrap_future(call))
+                        asked = end
+                    buffers, digests = await gathering.popleft()
+                    # Not in the thread: if this request has ended, the memory may have been written again.
+                    if not is_part:
+                        held.keep_differences(question.base, sent, buffers)
+                await _deliver(channel, question.number, sent, buffers, digests)
+                sent += len(buffers)
+        finally:
+            for each in gathering:
+                each.cancel()
 
     @staticmethod
     async def _wait(channel: PeerChannel, question: Question, held: HeldVersion) -> None:
@@ -163,6 +177,18 @@ class VersionServer:
             raise UnsupportedError("it has given this version up")
         if not await held.changed(_SIGN):
             channel.send(encode(ALIVE, question.number))
+
+
+async def _deliver(
+    channel: PeerChannel, number: int, first: int, buffers: list[memoryview], digests: NDArray[np.uint64]
+) -> None:
+    """Send blocks from a number on, or their differences, in messages of about a block."""
+    sizes, at = [buffer.nbytes for buffer in buffers], 0
+    while at < len(buffers):
+        end = group_end(sizes, at, len(sizes))
+        head = encode(BLOCKS, number, first + at, digests[at:end].astype("<u8").tobytes())
+        await channel.deliver(head, buffers[at:end])
+        at = end
 
 
 def _gather(

@@ -24,7 +24,7 @@ from typing import Any
 import msgpack
 
 from asyncdist.errors import ProtocolError
-from asyncdist.weights.content.layout import BLOCK_NBYTES, Block
+from asyncdist.weights.content.layout import BLOCK_NBYTES
 
 ASK, END, BLOCKS, MAPPED, ALIVE, REFUSED, CLOSED = range(1, 8)
 
@@ -92,10 +92,10 @@ def decode(head: bytes) -> tuple[int, list[Any]]:
     return kind, fields
 
 
-def group_end(blocks: Sequence[Block], first: int, limit: int) -> int:
-    """Return the end of the blocks from ``first`` on that travel in one message; those before ``limit`` are here."""
+def group_end(sizes: Sequence[int], first: int, limit: int, most_nbytes: int = BLOCK_NBYTES) -> int:
+    """Return the end of the blocks from ``first`` on that travel in one message. Those before ``limit`` are here."""
     nbytes, at = 0, first
-    while at < limit and at - first < _MOST_BLOCKS and (at == first or nbytes + blocks[at].nbytes <= BLOCK_NBYTES):
-        nbytes += blocks[at].nbytes
+    while at < limit and at - first < _MOST_BLOCKS and (at == first or nbytes + sizes[at] <= most_nbytes):
+        nbytes += sizes[at]
         at += 1
     return at
