@@ -16,7 +16,7 @@ class NoGroupYet:
     """
 
     error = None
-    aborted = shares_memory = False
+    _aborted = shares_memory = False
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         self._rank, self._size = rank, size

@@ -131,6 +131,8 @@ def test_death_of_a_member_that_the_others_wait_for_is_reported_at_once(members,
     members.tell("reconfigure", 1, handles, 1e6, among=others)
     members.kill(victim)
     members.failures(others, "RendezvousError", f"rank {victim} ", "has ended")
+    # torchft asks for it before the next attempt.
+    assert members("error", among=others) == ["SUCCESS"] * 2
     # The group of the processes that are there.
     members.reconfigure(2, others)
     assert members("total", among=others) == [3.0] * 2
