@@ -1,13 +1,14 @@
 """The introductions of the ranks of a world at the start, combined along the tree of `RendezvousSession.combine`.
 
-Each rank offers its `Introduction`. The first rank of each block of ranks makes a *page* of the addresses of the block, and
-notes for each machine what only the ranks of that machine need. So a rank reads the pages and the notes of its machine;
-version and settings are compared by their digests.
+The first rank of each block of ranks makes a *page* of the addresses of the block, and notes for each machine what only the
+ranks of that machine need. A rank reads the pages and the notes of its machine. Version and settings are compared by their
+digests.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from asyncdist.kernel.algorithms.sharing import Sharing
 from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.net.network import machine_name
 from asyncdist.net.process_identity import process_identity
-from asyncdist.rendezvous import BLOCK, RendezvousSession
+from asyncdist.rendezvous import BLOCK, RendezvousSession, Summary
 
 _MOST_DIFFERENT = 8
 """The number of digests of settings, and of hosts, that a summary names."""
@@ -100,19 +101,16 @@ async def introduce(
     host = f"rank {rank}" if process is None else process["host"]
     digest = hashlib.blake2b(msgpack.packb(agreed), digest_size=8).digest()
     own = {
-        "entry": [everywhere, status, host], "machine": machine, "here": [process, here], "digest": digest,
-        "profile": profile, **agreed,
+        "digests": [[digest, rank]], "offered": list(everywhere), "hosts": [host], "profile": profile,
+        "entry": [everywhere, status, host], "machine": machine, "here": [rank, process, here], "compared": agreed,
     }  # fmt: skip
-    found = msgpack.unpackb(
-        await meeting.combine(msgpack.packb(own), _Summary(meeting), more=True), strict_map_key=False
-    )
+    numbers = range(-(-meeting.world_size // BLOCK))
+    found, notes = await meeting.combine(own, _Introduced(), notes=[machine, *map(_page, numbers)], more=True)
     others = [first for other, first in found["digests"] if other != digest]
     if others:
-        raise _difference(msgpack.unpackb(await meeting.offered(others[0])), own, others[0], rank)
-    notes = msgpack.Unpacker()
-    notes.feed(await meeting.noted(machine))
-    neighbours = {peer: (_shared(process), here) for note in notes for peer, (process, here) in _unpacked(note)}
-    pages = Pages(meeting.world_size, found["pages"])
+        raise _difference((await meeting.offered(others[0]))["compared"], agreed, others[0], rank)
+    neighbours = {peer: (_shared(process), here) for note in notes[machine] for peer, process, here in _unpacked(note)}
+    pages = Pages(meeting.world_size, [notes[_page(number)][0] for number in numbers])
     return Introductions(pages, neighbours, frozenset(found["offered"]), found["profile"], found["hosts"])
 
 
@@ -121,63 +119,50 @@ async def share_reached(
 ) -> dict[str, Sharing]:
     """Tell the others which ranks this one has reached, by transport; return what all have reached."""
     own = {name: Sharing.of(meeting.rank, peers).packed() for name, peers in reached.items()}
-    found = msgpack.unpackb(await meeting.combine(msgpack.packb(own), _Reached(), more=more))
+    found, _ = await meeting.combine(own, _Reached(), more=more)
     return {name: Sharing.unpacked(data) for name, data in found.items()}
 
 
-class _Summary:
+class _Introduced(Summary):
     """Combines introductions."""
 
-    def __init__(self, meeting: RendezvousSession) -> None:
-        self._meeting = meeting
+    def merge(self, parts: Sequence[Any]) -> dict[str, Any]:
+        def several(name: str) -> Iterable[Any]:
+            return itertools.chain.from_iterable(part[name] for part in parts)
 
-    async def merge(self, parts: Sequence[bytes], level: int) -> bytes:
-        unpacked = map(msgpack.unpackb, parts)
-        return bytes(msgpack.packb(_joined(unpacked if level else [await self._of_block(list(unpacked))])))
-
-    async def _of_block(self, block: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        notes: dict[str, list[Any]] = {}
-        for rank, each in enumerate(block, self._meeting.rank):
-            notes.setdefault(each["machine"], []).append([rank, each["here"]])
-        await self._meeting.note({machine: msgpack.packb(_packed(ranks)) for machine, ranks in notes.items()})
+        digests: dict[bytes, int] = {}
+        for digest, rank in several("digests"):
+            digests.setdefault(digest, rank)
         return {
-            "pages": [_packed([msgpack.packb(each["entry"]) for each in block])],
-            "digests": [[each["digest"], rank] for rank, each in enumerate(block, self._meeting.rank)],
-            "offered": [name for each in block for name in each["entry"][0]],
-            "hosts": [each["entry"][2] for each in block],
-            "profile": next((each["profile"] for each in block if each["profile"] is not None), None),
+            "digests": list(digests.items())[:_MOST_DIFFERENT],
+            "offered": list(dict.fromkeys(several("offered"))),
+            "hosts": list(dict.fromkeys(several("hosts")))[:_MOST_DIFFERENT],
+            "profile": next((part["profile"] for part in parts if part["profile"] is not None), None),
         }
 
+    def notes(self, first: int, payloads: Sequence[Any]) -> dict[str, bytes]:
+        machines: dict[str, list[Any]] = {}
+        for each in payloads:
+            machines.setdefault(each["machine"], []).append(each["here"])
+        page = [msgpack.packb(each["entry"]) for each in payloads]
+        return {_page(first // BLOCK): _packed(page)} | {name: _packed(ranks) for name, ranks in machines.items()}
 
-class _Reached:
+
+class _Reached(Summary):
     """Combines which ranks have reached which, by transport."""
 
-    async def merge(self, parts: Sequence[bytes], level: int) -> bytes:
-        unpacked = [msgpack.unpackb(part) for part in parts]
-        names = dict.fromkeys(name for part in unpacked for name in part)
-        return bytes(msgpack.packb({name: self._joined(unpacked, name).packed() for name in names}))
+    def merge(self, parts: Sequence[Any]) -> dict[str, Any]:
+        names = dict.fromkeys(name for part in parts for name in part)
+        return {name: self._joined(parts, name).packed() for name in names}
 
     @staticmethod
     def _joined(parts: Iterable[Mapping[str, Any]], name: str) -> Sharing:
         return Sharing.joined(Sharing.unpacked(part[name]) for part in parts if name in part)
 
 
-def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {"pages": [], "digests": {}, "offered": {}, "hosts": {}, "profile": None}
-    for part in parts:
-        found["pages"] += part["pages"]
-        for digest, rank in part["digests"]:
-            found["digests"].setdefault(digest, rank)
-        found["offered"].update(dict.fromkeys(part["offered"]))
-        found["hosts"].update(dict.fromkeys(part["hosts"]))
-        if found["profile"] is None:
-            found["profile"] = part["profile"]
-    return {
-        **found,
-        "digests": list(found["digests"].items())[:_MOST_DIFFERENT],
-        "offered": list(found["offered"]),
-        "hosts": list(found["hosts"])[:_MOST_DIFFERENT],
-    }
+def _page(number: int) -> str:
+    """Return the name of the note with the entries of a block of ranks."""
+    return f"page {number}"
 
 
 def compared(config: Config) -> dict[str, Any]:
@@ -206,7 +191,7 @@ def _difference(other: Mapping[str, Any], own: Mapping[str, Any], peer: int, ran
 
 
 def _packed(data: Any) -> bytes:
-    return zlib.compress(msgpack.packb(data))
+    return zlib.compress(msgpack.packb(data), 1)
 
 
 def _unpacked(data: bytes) -> Any:

@@ -7,11 +7,15 @@ Keys of one world in rank 0's store, all under ``world/<id>/``:
     size               the number of ranks, as rank 0 knows it; present unless the record is stale
     joined/<rank>      the process that claims the rank; the first claim wins
     left/<rank>        the rank does not use the store any more
-    payload/<n>/<rank> the rank's payload of the n-th exchange
+    part0/<n>/<rank>   the rank's payload of the n-th exchange
     part<k>/<n>/<rank> the payloads that the first rank of BLOCK**k ranks has combined
-    result/<n>         what rank 0 has combined of all, or the reason why the exchange failed; the first one counts
-    note/<name>        what ranks have appended for those that need it, as `RendezvousSession.note`
+    note/<n>/<name>    what only some ranks read of the payloads; see `Summary.notes`
+    failed/<n>         the reason why the exchange failed; the first one counts
+    late/<n>           how many ranks have run out of time in it
     kv/                the keys of `RendezvousSession.store`
+
+All ranks read the parts of the highest level, of which there are at most BLOCK. In a world of one block these are the
+payloads. An exchange fails for all ranks if one of these parts is `_FAILED`: the first value of a part counts.
 """
 
 from __future__ import annotations
@@ -22,10 +26,11 @@ import itertools
 import json
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgpack
 
@@ -53,9 +58,10 @@ T = TypeVar("T")
 CLOSE_TIMEOUT = 5.0
 FIRST_NOTICE = 10.0
 """Seconds after which a rank logs for whom it waits. Each further notice comes after twice the time of the one before."""
-_RESULT, _ERROR = b"\x01", b"\x00"
-BLOCK = 64
-"""The number of ranks whose payloads the first of them combines, and of blocks whose results the first of them combines."""
+_FAILED = msgpack.packb(None)
+"""In place of a part: the exchange has failed."""
+BLOCK = 16
+"""The number of ranks whose payloads the first of them combines, and of blocks whose parts the first of them combines."""
 _LAST_READ_TIMEOUT = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
 
@@ -68,11 +74,16 @@ class TimeLimit:
     deadline: Deadline
 
 
-class Summary(Protocol):
-    """Combines what the ranks pass to `RendezvousSession.combine`."""
+class Summary(ABC):
+    """Combines what the ranks pass to `RendezvousSession.combine`: plain data for msgpack."""
 
-    async def merge(self, parts: Sequence[bytes], level: int) -> bytes:
-        """Combine the payloads of consecutive ranks, from this one on; at a ``level`` above 0 what this has returned."""
+    @abstractmethod
+    def merge(self, parts: Sequence[Any]) -> Any:
+        """Combine payloads of consecutive ranks, or what this has returned for them, to data of the same form."""
+
+    def notes(self, first: int, payloads: Sequence[Any]) -> Mapping[str, bytes]:
+        """Return what only some ranks read of the payloads of a block, the first of which is that of a rank, by name."""
+        return {}
 
 
 @dataclass(eq=False, repr=False)
@@ -103,6 +114,8 @@ class RendezvousSession:
         self.store = AsyncPrefixStore(self.keys("kv"), self._client)
         self._resources = AsyncExitStack()
         self._records: RecordStore | None = None
+        self._level = next(level for level in itertools.count() if self.world_size <= BLOCK ** (level + 1))
+        """The level of the parts that all ranks read."""
         self._exchanges = 0
         self._pending_exchanges = [0]
         """Numbers of the exchanges in which other ranks may wait for this rank's payload."""
@@ -123,20 +136,30 @@ class RendezvousSession:
 
     async def exchange(self, payload: bytes, *, timeout: float | None = None, more: bool = False) -> list[bytes]:
         """All-gather one payload of each rank, in order of rank. `combine` has the arguments and the errors."""
-        return list(msgpack.unpackb(await self.combine(payload, _Listed(), timeout=timeout, more=more)))
+        return list((await self.combine([payload], _Listed(), timeout=timeout, more=more))[0])
 
     async def combine(
-        self, payload: bytes, summary: Summary, *, timeout: float | None = None, more: bool = False
-    ) -> bytes:
-        """Combine one payload of each rank along a tree, and return the result. Every rank calls it equally often.
+        self,
+        payload: Any,
+        summary: Summary,
+        *,
+        notes: Sequence[str] = (),
+        timeout: float | None = None,
+        more: bool = False,
+    ) -> tuple[Any, dict[str, list[bytes]]]:
+        """Combine one payload of each rank along a tree. Every rank calls it equally often.
 
         Close the session after a failed call.
 
         Args:
             payload: The payload of this rank.
             summary: Combines payloads; equal on all ranks.
+            notes: The names of the notes that this rank reads.
             timeout: Seconds to wait; by default until the deadline of the rendezvous.
             more: Whether another exchange follows at once, without which the world is not complete.
+
+        Returns:
+            What is combined of all payloads, and the notes by name, one of each block that has such a note.
 
         Raises:
             RendezvousTimeoutError: The first of the waiting ranks ran out of time; raised on all of them.
@@ -146,25 +169,24 @@ class RendezvousSession:
         number, self._exchanges = self._exchanges, self._exchanges + 1
         self._pending_exchanges = [number, number + 1] if more else [number]
         try:
-            value = await self._offer_and_wait(number, payload, summary, limit)
+            values = await self._offer_and_wait(number, payload, summary, limit)
+            self._pending_exchanges = [number + 1] if more else []
+            if _FAILED in values:
+                raise self._error_in(await self._client.get(self.keys("failed", number)))
+            parts = list(map(msgpack.unpackb, values))
+            if self._level == 0:
+                made = summary.notes(0, parts) if notes else {}
+                found = {name: [made[name]] for name in notes}
+            else:
+                streams = await self._client.multi_get([self.keys("note", number, name) for name in notes])
+                found = dict(zip(notes, map(_in_stream, streams), strict=True))
         except StoreConnectionError as error:
             raise self._host_lost() from error
-        self._pending_exchanges = [number + 1] if more else []
-        if not value.startswith(_RESULT):
-            raise self._error_in(value)
-        return value[len(_RESULT) :]
+        return summary.merge(parts), found
 
-    async def offered(self, rank: int) -> bytes:
+    async def offered(self, rank: int) -> Any:
         """Return what another rank has passed to the last call of `combine`."""
-        return await self._client.get(self.keys("payload", self._exchanges - 1, rank))
-
-    async def note(self, notes: Mapping[str, bytes]) -> None:
-        """Append to notes of the world. What is appended in `Summary.merge` is there when `combine` returns."""
-        await asyncio.gather(*(self._client.append(self.keys("note", name), note) for name, note in notes.items()))
-
-    async def noted(self, name: str) -> bytes:
-        """Return a note of the world."""
-        return await self._client.get(self.keys("note", name))
+        return msgpack.unpackb(await self._client.get(self.keys("part0", self._exchanges - 1, rank)))
 
     def status_record(self, ports: Sequence[tuple[int, str, int]]) -> AddressRecord:
         """Return the world's record with the rank, host and port of status ports."""
@@ -180,9 +202,9 @@ class RendezvousSession:
     async def before_exchange(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await a coroutine before the next exchange; raise RendezvousError as soon as that exchange has failed.
 
-        It has failed if it has a result before this rank takes part, or if rank 0's store has ended.
+        It has also failed if rank 0's store has ended.
         """
-        failed = self._client.get(self.keys("result", self._exchanges), timeout=math.inf)
+        failed = self._client.get(self.keys("failed", self._exchanges), timeout=math.inf)
         done = asyncio.ensure_future(coroutine)
         either: list[asyncio.Future[Any]] = [failed, done]
         try:
@@ -201,9 +223,16 @@ class RendezvousSession:
             "read rank 0's log first"
         )
 
-    async def _offer_and_wait(self, number: int, payload: bytes, summary: Summary, limit: TimeLimit) -> bytes:
+    def _top(self, number: int) -> list[str]:
+        """Return the keys of the parts that all ranks read."""
+        return [
+            self.keys(f"part{self._level}", number, first) for first in range(0, self.world_size, BLOCK**self._level)
+        ]
+
+    async def _offer_and_wait(self, number: int, payload: Any, summary: Summary, limit: TimeLimit) -> list[bytes]:
+        """Offer a payload; return the parts that all ranks read, once they are there."""
         climbing = asyncio.ensure_future(self._climb(number, payload, summary))
-        result = self._client.get(self.keys("result", number), timeout=limit.deadline.remaining())
+        result = self._client.multi_get(self._top(number), timeout=limit.deadline.remaining())
         awaited: set[asyncio.Future[Any]] = {climbing, result}
         # Rank 0 alone speaks for all that have joined.
         pause = FIRST_NOTICE if self.rank == 0 else None
@@ -226,55 +255,72 @@ class RendezvousSession:
         finally:
             await cancel_all(result, climbing)
 
-    async def _climb(self, number: int, payload: bytes, summary: Summary) -> None:
-        """Offer a payload, combine those of this rank's blocks, and pass the result on; rank 0 writes that of all."""
-        offering = self._client.set(self.keys("payload", number, self.rank), payload)
-        step, level, parts = 1, 0, "payload"
-        while self.rank % (step * BLOCK) == 0 and (level == 0 or step < self.world_size):
+    async def _climb(self, number: int, payload: Any, summary: Summary) -> None:
+        """Offer a payload, combine those of this rank's blocks, and offer the part that comes of it."""
+        offering = self._offer(number, 0, payload)
+        level, part, step = 0, payload, 1
+        while level < self._level and self.rank % (step * BLOCK) == 0:
             members = range(self.rank + step, min(self.rank + step * BLOCK, self.world_size), step)
-            keys = [self.keys(parts, number, member) for member in members]
-            others = await self._client.multi_get(keys, timeout=math.inf) if keys else []
-            payload = await summary.merge([payload, *others], level)
-            step, level, parts = step * BLOCK, level + 1, f"part{level + 1}"
+            keys = [self.keys(f"part{level}", number, member) for member in members]
+            parts = [part, *map(msgpack.unpackb, await self._client.multi_get(keys, timeout=math.inf) if keys else ())]
+            if level == 0:
+                notes = summary.notes(self.rank, parts).items()
+                noting = (
+                    self._client.append(self.keys("note", number, name), msgpack.packb(note)) for name, note in notes
+                )
+                # Who reads a part of the highest level then finds the notes.
+                await asyncio.gather(*noting)
+            level, part, step = level + 1, summary.merge(parts), step * BLOCK
         await offering
-        if self.rank == 0:
-            await self._client.compare_set(self.keys("result", number), b"", _RESULT + payload)
-        elif level:
-            await self._client.set(self.keys(parts, number, self.rank), payload)
+        if level:
+            await self._offer(number, level, part)
+
+    def _offer(self, number: int, level: int, part: Any) -> asyncio.Future[bytes]:
+        # The exchange may have failed before.
+        return self._client.compare_set(self.keys(f"part{level}", number, self.rank), b"", msgpack.packb(part))
 
     async def _missing(self, number: int) -> list[int]:
         """Return the ranks without a payload; without any, the ranks that have not combined the payloads of a block."""
-        missing, step, level = await self._without("payload", number, 1), BLOCK, 1
-        while not missing and step < self.world_size:
-            missing = [rank for rank in await self._without(f"part{level}", number, step) if rank % (step * BLOCK)]
-            step, level = step * BLOCK, level + 1
+        missing, step = [], 1
+        for level in range(self._level + 1):
+            present = await self._present(level, number)
+            # A rank that combines several blocks offers the part of the highest level alone.
+            alone = level in (0, self._level)
+            every = range(0, self.world_size, step)
+            missing = [rank for rank in every if rank not in present and (alone or rank % (step * BLOCK))]
+            if missing:
+                break
+            step *= BLOCK
         return missing
 
-    async def _without(self, parts: str, number: int, step: int) -> list[int]:
-        prefix = self.keys(parts, number, "")
-        present = {int(key.removeprefix(prefix)) for key in await self._client.list_keys(prefix)}
-        return [rank for rank in range(0, self.world_size, step) if rank not in present]
+    async def _present(self, level: int, number: int) -> set[int]:
+        prefix = self.keys(f"part{level}", number, "")
+        return {int(key.removeprefix(prefix)) for key in await self._client.list_keys(prefix)}
 
-    async def _give_up(self, number: int, limit: TimeLimit) -> bytes:
-        """Write a timeout error in place of the result, so that every rank raises it.
+    async def _give_up(self, number: int, limit: TimeLimit) -> list[bytes]:
+        """Let the exchange fail with a timeout error, which every rank raises.
 
-        Returns the result: that of `combine`, if the last payload arrived just now.
+        Returns the parts that all ranks read: those of an exchange that has not failed if the last one arrived just now.
         """
-        key = self.keys("result", number)
         # One rank speaks for those that run out of time together, unless it ends.
         if await self._client.add(self.keys("late", number), 1) > 1:
             with contextlib.suppress(StoreTimeoutError):
-                return await self._client.get(key, timeout=_LAST_READ_TIMEOUT)
-        failure = _failure(missing=await self._missing(number), timeout=limit.timeout)
-        await self._client.compare_set(key, b"", failure)
-        return await self._client.get(key, timeout=_LAST_READ_TIMEOUT)
+                return await self._client.multi_get(self._top(number), timeout=_LAST_READ_TIMEOUT)
+        await self._fail(number, missing=await self._missing(number), timeout=limit.timeout)
+        return await self._client.multi_get(self._top(number), timeout=_LAST_READ_TIMEOUT)
 
     async def refuse(self, reason: str) -> None:
         """Fail the exchange on all ranks, with a reason."""
-        await self._client.compare_set(self.keys("result", self._exchanges), b"", _failure(reason=reason))
+        await self._fail(self._exchanges, reason=reason)
+
+    async def _fail(self, number: int, **failure: Any) -> None:
+        """Fail an exchange on the ranks that wait now or later, unless it is complete."""
+        writing = [self._client.compare_set(self.keys("failed", number), b"", json.dumps(failure).encode())]
+        writing += [self._client.compare_set(key, b"", _FAILED) for key in self._top(number)]
+        await asyncio.gather(*writing)
 
     def _error_in(self, value: bytes) -> RendezvousError:
-        fields = json.loads(value[len(_ERROR) :])
+        fields = json.loads(value)
         if "missing" not in fields:
             return RendezvousError(fields["reason"])
         missing = set(fields["missing"])
@@ -332,20 +378,21 @@ class RendezvousSession:
             await cancel_all(left)
 
     async def _fail_pending_exchanges(self) -> None:
-        """Fail the exchanges that wait for this rank's payload, on the ranks that wait now or later."""
-        failure = _failure(reason=f"rank {self.rank} gave up before the world was complete; read its log first")
+        """Fail the exchanges that wait for this rank's payload."""
         for number in self._pending_exchanges:
-            await self._client.compare_set(self.keys("result", number), b"", failure)
+            await self._fail(
+                number, reason=f"rank {self.rank} gave up before the world was complete; read its log first"
+            )
 
 
-class _Listed:
-    """Combines payloads into the list of all."""
+class _Listed(Summary):
+    """Combines lists into one."""
 
-    async def merge(self, parts: Sequence[bytes], level: int) -> bytes:
-        lists = [parts] if level == 0 else map(msgpack.unpackb, parts)
-        return bytes(msgpack.packb([*itertools.chain.from_iterable(lists)]))
+    def merge(self, parts: Sequence[Any]) -> list[Any]:
+        return list(itertools.chain.from_iterable(parts))
 
 
-def _failure(**fields: Any) -> bytes:
-    """Return the value that a rank writes in place of a result when an exchange fails."""
-    return _ERROR + json.dumps(fields).encode()
+def _in_stream(data: bytes) -> list[bytes]:
+    stream = msgpack.Unpacker()
+    stream.feed(data)
+    return list(stream)

@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 
+import msgpack
 import pytest
 
 from asyncdist.base.background_loop import background_loop
@@ -226,7 +227,7 @@ async def test_incomplete_world_names_the_missing_ranks_on_every_rank(meet_as):
     leader = await meet_as("tcp://127.0.0.1:0", 0, 5)
     others = [await meet_as(leader.where, rank, 5, timeout=60) for rank in (1, 3)]
     waiting = [asyncio.ensure_future(each.exchange(b"")) for each in others]
-    await leader.store.underlying_store.wait([leader.keys("payload", 0, rank) for rank in (1, 3)])
+    await leader.store.underlying_store.wait([leader.keys("part0", 0, rank) for rank in (1, 3)])
     outcomes = await asyncio.gather(leader.exchange(b"", timeout=0.1), *waiting, return_exceptions=True)
     for error in outcomes:
         assert isinstance(error, RendezvousTimeoutError)
@@ -243,11 +244,16 @@ async def test_blocks_of_blocks_combine(meet_as, monkeypatch):
     await close_all(await world_of(meet_as, 28, "tcp://127.0.0.1:0"))
 
 
-class Stopped:
-    """A rank that stops while it combines what its block has offered."""
+async def offer_and_stop(meeting):
+    """Do what a rank has done that stops before it combines what its block has offered."""
+    await meeting.store.underlying_store.set(meeting.keys("part0", 0, meeting.rank), msgpack.packb([b""]))
 
-    async def merge(self, parts, level):
-        await asyncio.Event().wait()
+
+async def test_one_block_waits_for_no_rank_that_combines_it(meet_as):
+    leader = await meet_as("tcp://127.0.0.1:0", 0, 3)
+    others = [await meet_as(leader.where, rank, 3) for rank in (1, 2)]
+    await offer_and_stop(leader)
+    assert await asyncio.gather(*(meeting.exchange(b"") for meeting in others)) == [[b""] * 3] * 2
 
 
 @pytest.mark.parametrize(("silent", "size"), [(3, 5), (9, 12)])
@@ -255,12 +261,12 @@ async def test_rank_that_does_not_combine_its_block_is_named(meet_as, monkeypatc
     monkeypatch.setattr(sessions, "BLOCK", 3)
     meetings = [await meet_as("tcp://127.0.0.1:0", 0, size)]
     meetings += [await meet_as(meetings[0].where, rank, size, timeout=60) for rank in range(1, size)]
-    stopped = asyncio.ensure_future(meetings[silent].combine(b"", Stopped()))
+    await offer_and_stop(meetings[silent])
     others = [asyncio.ensure_future(meeting.exchange(b"")) for meeting in meetings[1:] if meeting.rank != silent]
-    keys = [meetings[0].keys("payload", 0, rank) for rank in range(1, size)]
+    keys = [meetings[0].keys("part0", 0, rank) for rank in range(1, size)]
     keys += [meetings[0].keys("part1", 0, rank) for rank in range(3, size, 3) if rank != silent]
     await meetings[0].store.underlying_store.wait(keys)
-    outcomes = await asyncio.gather(meetings[0].exchange(b"", timeout=0.2), *others, stopped, return_exceptions=True)
+    outcomes = await asyncio.gather(meetings[0].exchange(b"", timeout=0.2), *others, return_exceptions=True)
     for error in outcomes:
         assert isinstance(error, RendezvousTimeoutError)
         assert error.missing == (silent,)
@@ -287,7 +293,7 @@ async def test_waiting_rank_says_for_whom_it_waits_ever_more_rarely(meet_as, mon
     assert (await notices.get()).startswith(f"rank 1 is still waiting for rank 0 at {where}: ")
     leader, other = await meet_as(where, 0, 4), await early
     waiting = asyncio.gather(leader.exchange(b""), other.exchange(b""), return_exceptions=True)
-    await leader.store.underlying_store.wait([leader.keys("payload", 0, rank) for rank in (0, 1)])
+    await leader.store.underlying_store.wait([leader.keys("part0", 0, rank) for rank in (0, 1)])
     begun = time.monotonic()
     while not notices.empty():
         notices.get_nowait()
@@ -512,7 +518,7 @@ async def test_waiting_rank_is_told_that_a_rank_gave_up(meet_as, leaver):
     leader = await meet_as("tcp://127.0.0.1:0", 0, 4)
     meetings = [leader, *[await meet_as(leader.where, rank, 4) for rank in (1, 2)]]
     waiting = [asyncio.ensure_future(meeting.exchange(b"")) for meeting in meetings]
-    await leader.store.underlying_store.wait([leader.keys("payload", 0, rank) for rank in range(3)])
+    await leader.store.underlying_store.wait([leader.keys("part0", 0, rank) for rank in range(3)])
     waiting[leaver].cancel()
     closing = asyncio.ensure_future(meetings[leaver].close())
     for rank in {0, 1, 2} - {leaver}:
@@ -567,7 +573,7 @@ async def test_local_user_without_the_token_cannot_end_a_forming_world(meet_as, 
 
     def intrude():
         with Peer(leader.server.port) as stranger:
-            key = f"/{leader.keys('payload', 0, 1)}".encode()
+            key = f"/{leader.keys('part0', 0, 1)}".encode()
             stranger.ask(Code.SET, key, b'\x00{"reason": "a sentence of the stranger\'s choice"}')
 
     with pytest.raises(ConnectionError):
