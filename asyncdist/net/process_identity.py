@@ -97,6 +97,39 @@ def is_visible(identity: Mapping[str, Any] | None, own: Mapping[str, Any] | None
     )
 
 
+class Neighbours(dict[int, Mapping[str, Any] | None]):
+    """The identities of the processes of a machine by rank, as the process of the rank ``own`` sees them."""
+
+    def __init__(self, own: int, identities: Mapping[int, Mapping[str, Any] | None] | None = None) -> None:
+        super().__init__(identities or {})
+        self._own = own
+
+    def has_ended(self, rank: int) -> bool:
+        """Return whether the process of a rank has ended; False also if it cannot be seen."""
+        return has_ended(self.get(rank), self.get(self._own))
+
+    def state_of(self, rank: int) -> ProcessState | None:
+        """Return what the process of another rank does; None if it cannot be seen."""
+        return process_state(self.get(rank), self.get(self._own))
+
+    def look_at(self, rank: int) -> str:
+        """Return what the process of a rank does, as a clause; empty if it cannot be seen. Any thread may call it."""
+        if self.has_ended(rank):
+            return "its process has ended"
+        state = self.state_of(rank)
+        return "" if state is None else state.text
+
+    def pid_of(self, rank: int) -> int | None:
+        """Return the id of the process of a rank on its host; None if it is not known."""
+        identity = self.get(rank)
+        return None if identity is None else identity["pid"]
+
+    def visible(self) -> dict[int, Mapping[str, Any]]:
+        """Return the identities of the processes that can be seen, with the own one."""
+        own = self.get(self._own)
+        return {rank: each for rank, each in self.items() if each is not None and is_visible(each, own)}
+
+
 def pids_of_machine(identities: Mapping[int, Mapping[str, Any] | None], rank: int) -> list[int] | None:
     """Return the processes of all ranks on the machine of ``rank``, whatever the names of their hosts.
 

@@ -98,7 +98,7 @@ class StatusGathering:
         """Say what the processes of silent ranks do, as this rank sees them or another one on their host."""
         unseen: dict[int, list[int]] = {}
         for rank in silent:
-            seen = self._endpoint.look_at(rank)
+            seen = self._endpoint.processes.look_at(rank)
             if seen:
                 silent[rank] = seen
                 continue

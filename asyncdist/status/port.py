@@ -148,7 +148,7 @@ class StatusPort:
         assert endpoint is not None
         if "look_at" in question:
             ranks = [rank for rank in question["look_at"] if 0 <= rank < endpoint.world_size]
-            return {"seen": [(rank, endpoint.look_at(rank)) for rank in ranks]}
+            return {"seen": [(rank, endpoint.processes.look_at(rank)) for rank in ranks]}
         asked = {**question, "gather": False}
         if not question["gather"]:
             return self._status(asked)
@@ -160,7 +160,7 @@ class StatusPort:
             "answered_by": endpoint.rank,
             "addresses": list(self._addresses),
             "ranks": [answers[rank] for rank in sorted(answers)],
-            "silent": [(rank, why, endpoint.pid_of(rank)) for rank, why in sorted(found.silent.items())],
+            "silent": [(rank, why, endpoint.processes.pid_of(rank)) for rank, why in sorted(found.silent.items())],
         }
 
     def _status(self, question: Mapping[str, Any]) -> dict[str, Any]:

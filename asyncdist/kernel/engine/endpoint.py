@@ -52,7 +52,7 @@ from asyncdist.kernel.transport.base import (
 )
 from asyncdist.kernel.transport.wire_format import ABORT, AGREE, CALLED, GOODBYE, HEARD, PROBE, SUSPECT, WAITING
 from asyncdist.net.detector import Liveness
-from asyncdist.net.process_identity import ProcessState, has_ended, process_state
+from asyncdist.net.process_identity import Neighbours
 
 LAST_WORDS = 1.0
 """Seconds for which a rank that leaves may wait until its failure notices and last bytes have been sent."""
@@ -113,8 +113,8 @@ class Endpoint:
         self.difference = self.checker.difference
         self.direct_calls = DirectCalls(self, self.checker, scratch, self.progress.waiting)
         self._probes = WaitProbes(self, monotonic)
-        self.processes: Mapping[int, Mapping[str, Any] | None] = {}
-        """The identities of the processes of this machine, by rank."""
+        self.processes = Neighbours(rank)
+        """The processes of this machine."""
         self.hosts: Sequence[str] = ()
         """The host of each rank."""
         self.agreements = Agreements(self, failures)
@@ -155,7 +155,8 @@ class Endpoint:
         """Store the addresses and the host of each rank, the processes and local addresses of the ranks of this machine,
         and which transports any rank has for ranks elsewhere.
         """
-        self.hosts, self.processes = hosts, {rank: process for rank, (process, _) in machine.items()}
+        self.hosts = hosts
+        self.processes = Neighbours(self.rank, {rank: process for rank, (process, _) in machine.items()})
         here = {rank: local for rank, (_, local) in machine.items()}
         self.transport_selector.know(addresses, here, offered, self.processes)
 
@@ -318,13 +319,7 @@ class Endpoint:
 
     def has_ended(self, peer: int) -> bool:
         """Return whether a peer takes part in nothing any more: it has said goodbye, or its process has ended here."""
-        if peer in self.failures.left:
-            return True
-        return has_ended(self.processes.get(peer), self.processes.get(self.rank))
-
-    def state_of(self, peer: int) -> ProcessState | None:
-        """Return what the process of a peer does; None if this process cannot see it."""
-        return process_state(self.processes.get(peer), self.processes.get(self.rank))
+        return peer in self.failures.left or self.processes.has_ended(peer)
 
     def _state(self) -> dict[str, Any]:
         """Return which peers are lost or have left, when the others were last heard, and how this rank waits.
@@ -341,18 +336,6 @@ class Endpoint:
             "model": asdict(self.model),
             "tcp": {"lanes": lanes, "threads": threads, "others_compete": self.core_use.compete},
         }
-
-    def look_at(self, peer: int) -> str:
-        """Return what a peer's process does, as a clause; empty if this rank cannot see it. Any thread may call it."""
-        if has_ended(self.processes.get(peer), self.processes.get(self.rank)):
-            return "its process has ended"
-        state = self.state_of(peer)
-        return "" if state is None else state.text
-
-    def pid_of(self, peer: int) -> int | None:
-        """Return the process id of a rank on its host; None if it is not known."""
-        identity = self.processes.get(peer)
-        return None if identity is None else identity["pid"]
 
     def watch(self, peer: int) -> None:
         """Open a link to a peer, so that its loss is noticed."""

@@ -10,7 +10,7 @@ import itertools
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from asyncdist.base.callables import Callback
@@ -35,7 +35,7 @@ from asyncdist.kernel.engine.transport_selector import TransportSelector
 from asyncdist.kernel.memory.buffers import Scratch
 from asyncdist.kernel.tracing.recorder import Entry, Recorder
 from asyncdist.kernel.transport.base import Link, MatchingQueue, Outgoing, Receive
-from asyncdist.net.process_identity import ProcessState
+from asyncdist.net.process_identity import Neighbours
 
 _PAUSE_EACH = 10e-6
 """Seconds for each pending operation between two looks at all of them, so that these take little of the time."""
@@ -57,8 +57,8 @@ class EngineHost(Protocol):
     """The links that `link` has made."""
     inboxes: dict[int, MatchingQueue]
     lost_peers: dict[int, GroupError]
-    processes: Mapping[int, Mapping[str, Any] | None]
-    """The identities of the processes on this machine, by rank. Without one no process is known to have ended."""
+    processes: Neighbours
+    """The processes of this machine."""
     operations: dict[bytes, Operation]
     """The pending operations, by key."""
 
@@ -82,8 +82,6 @@ class EngineHost(Protocol):
         """Return the error of a peer that is lost or has left the world; else None."""
 
     def has_ended(self, peer: int) -> bool: ...
-
-    def state_of(self, peer: int) -> ProcessState | None: ...
 
     def hears(self, peer: int) -> bool: ...
 

@@ -151,7 +151,7 @@ class Heartbeat:
 
     def _reason(self, transport: Transport, verdict: Verdict) -> str:
         said = f"no heartbeat for {verdict.silence:.1f} s"
-        if state := self._host.state_of(verdict.peer):
+        if state := self._host.processes.state_of(verdict.peer):
             return f"{said}: {state.text}"
         if verdict.heard_by:
             return (
@@ -169,7 +169,7 @@ class Heartbeat:
     def _investigate(self, detector: Detector, peer: int) -> None:
         # A goodbye, or the end of the connection, may have arrived while no thread drove this rank.
         self._host.read_arrived(peer)
-        if state := self._host.state_of(peer):
+        if state := self._host.processes.state_of(peer):
             if state.is_working or state.is_traced:
                 detector.excuse(peer, without_limit=state.is_traced)
             return
@@ -183,7 +183,7 @@ class Heartbeat:
         suspect = _unpack(body)
         for detector in self._detectors.values():
             if isinstance(suspect, int) and suspect in detector.peers:
-                state = self._host.state_of(suspect) or ProcessState()
+                state = self._host.processes.state_of(suspect) or ProcessState()
                 answer = (suspect, suspect not in detector.suspects, state.is_working, state.is_traced)
                 self._host.send_unordered(asker, HEARD, bytes(12), msgpack.packb(answer))
                 return

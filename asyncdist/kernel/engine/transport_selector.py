@@ -21,7 +21,7 @@ from asyncdist.kernel.engine.drivers.core_placement import CorePlacement
 from asyncdist.kernel.engine.operation import Channel
 from asyncdist.kernel.transport.base import Link, MatchingQueue, Transport
 from asyncdist.kernel.transport.native import Native
-from asyncdist.net.process_identity import is_visible, last_core
+from asyncdist.net.process_identity import Neighbours, last_core
 
 _CORES_EVERY, _MOST_CORES = 0.01, 16
 """Seconds between two questions to the system on which cores peers are, and the most peers about which it is asked."""
@@ -57,14 +57,13 @@ class TransportSelector:
         addresses: Sequence[Addresses],
         here: Mapping[int, Addresses],
         offered: Set[str],
-        processes: Mapping[int, Mapping[str, Any] | None],
+        processes: Neighbours,
     ) -> None:
         """Store every rank's addresses; see `Endpoint.know`."""
         self.addresses, self._offered = addresses, offered
         local = any(transport.is_local for transport in self.transports)
         self._here = {rank: each for rank, each in here.items() if each or local}
-        own = processes.get(self.rank)
-        self._processes = {rank: each for rank, each in processes.items() if each is not None and is_visible(each, own)}
+        self._processes = processes.visible()
 
     async def probe_peers(self, timeout: float) -> dict[str, list[int]]:
         """Probe the peers of this machine; return the ranks reached, by transport."""

@@ -46,7 +46,7 @@ class Rank:
         self.lost, self.leaving, self.read, self.states, self.observed = {}, set(), [], {}, []
         selector = SimpleNamespace(transports=list(wires), on_host_of=lambda peer: job.hosts.get(peer, ()))
         self.transport_selector, self.config = selector, SimpleNamespace(heartbeat=job.timeout)
-        self.read_arrived, self.state_of = self.read.append, self.states.get
+        self.read_arrived, self.processes = self.read.append, SimpleNamespace(state_of=self.states.get)
         failures = SimpleNamespace(accepts_notices=self.accepts_notices, lost=self.lose, observe=self.observe)
         self.heartbeat = Heartbeat(self, failures)
 
