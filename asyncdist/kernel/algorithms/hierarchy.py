@@ -196,19 +196,17 @@ def travels_whole(collective: str, nbytes: int, layout: NodeLayout, model: Model
 
     Parts save the time in which a rank moves bytes. A single rail saves the messages of all others, which the processors
     and the link of a host share. They also share the rate of the link: a byte that takes longer than one within a machine
-    takes the rest of its time on the link, whichever rail it is on. A single rail all-reduces by recursive doubling. The
-    blocks that a rail carries in an all-gather are not contiguous. The arguments must be equal on every rank.
+    takes the rest of its time on the link, whichever rail it is on. The blocks that a rail carries in an all-gather are not
+    contiguous. The arguments must be equal on every rank.
     """
-    hosts, others, reduces = len(layout.nodes), layout.rails - 1, collective == "all_reduce"
+    hosts, others = len(layout.nodes), layout.rails - 1
     on_link = max(0.0, model.beta - DEFAULT.beta)
 
-    def costs(nbytes: int, *, contiguous: bool, single: bool) -> list[Cost]:
+    def costs(nbytes: int, *, contiguous: bool) -> list[Cost]:
         usable = (each for each in candidates(collective) if each.applies(hosts, contiguous))
-        return [
-            each.cost(hosts, nbytes, model) for each in usable if not (single and reduces) or each.name == "doubling"
-        ]
+        return [each.cost(hosts, nbytes, model) for each in usable]
 
-    whole = min(map(model.seconds, costs(nbytes, contiguous=True, single=True)))
-    parts = costs(nbytes // layout.rails, contiguous=reduces, single=False)
+    whole = min(map(model.seconds, costs(nbytes, contiguous=True)))
+    parts = costs(nbytes // layout.rails, contiguous=collective == "all_reduce")
     shared = (others * (model.overhead * cost.messages + on_link * cost.nbytes) for cost in parts)
     return whole <= min(model.seconds(cost) + more for cost, more in zip(parts, shared, strict=True))

@@ -73,6 +73,16 @@ def _nothing(*memories: Memory) -> Schedule:
     yield from ()
 
 
+def _reduce_by(algorithm: str, rank: int, size: int, data: Memory, scratch: Memory) -> Schedule:
+    """All-reduce ``data`` in place; recursive doubling overwrites ``scratch``."""
+    if algorithm == "doubling":
+        return recursive_doubling.all_reduce(rank, size, data, scratch)
+    if algorithm == "halving":
+        blocks = TensorBlocks.split(data, recursive_doubling.floor_power_of_two(size))
+        return recursive_doubling.halving_all_reduce(rank, size, blocks)
+    return ring.all_reduce(rank, size, TensorBlocks.split(data, size))
+
+
 class FirstRailCollectives:
     """The small collectives of one group over its nodes. Each has two native collectives, `NUMBERS`.
 
@@ -120,12 +130,12 @@ class FirstRailCollectives:
             yield from steps.broadcast(number + 1, memory.tensor)
 
     def _prepare_all_reduce(self, call: int, own: Memory, memory: Memory, kernels: Arithmetic) -> SmallAllReduce:
-        layout, hosts = self._layout, self._hosts
+        layout, algorithm = self._layout, self.choose("all_reduce", own.nbytes)
 
-        def doubling(data: Memory, scratch: Memory) -> Schedule:
-            return among(layout.rail(0), recursive_doubling.all_reduce(layout.node, hosts, data, scratch))
+        def exchange(data: Memory, scratch: Memory) -> Schedule:
+            return among(layout.rail(0), _reduce_by(algorithm, layout.node, self._hosts, data, scratch))
 
-        recorded = RecordedCall([doubling if layout.place == 0 else _nothing], [own.tensor, own.tensor], kernels.fold)
+        recorded = RecordedCall([exchange if layout.place == 0 else _nothing], [own.tensor, own.tensor], kernels.fold)
         return self._reductions.add((call, own.count), self._around(recorded, call, own, memory, kernels))
 
     def _around(
