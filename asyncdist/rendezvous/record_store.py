@@ -21,7 +21,7 @@ import secrets
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
@@ -58,7 +58,7 @@ class AddressRecord:
         return "/".join(("world", self.world_id, *map(str, parts)))
 
     def encode(self) -> bytes:
-        return json.dumps({"asyncdist": 1, **asdict(self)}).encode()
+        return json.dumps({"asyncdist": 1, **{name: getattr(self, name) for name in self.__slots__}}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> AddressRecord | None:
@@ -292,9 +292,8 @@ class RecordFile:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(descriptor, "wb") as file:
+                # Not synchronized with the disk: the process that it names does not outlive its host.
                 file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
             if not fresh:
                 draft.replace(self.path)
                 return True
