@@ -19,13 +19,15 @@ import msgpack
 
 from asyncdist.base.release import VERSION
 from asyncdist.config import Config, shared_settings
-from asyncdist.errors import RendezvousError
+from asyncdist.errors import RendezvousError, StoreError
 from asyncdist.kernel.algorithms.sharing import Sharing
 from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.net.network import machine_name
 from asyncdist.net.process_identity import process_identity
 from asyncdist.rendezvous import BLOCK, RendezvousSession, Summary
 
+_MOST_SECONDS = 10.0
+"""Seconds within which a rank whose settings differ tells them."""
 _MOST_DIFFERENT = 8
 """The number of digests of settings, and of hosts, that a summary names."""
 
@@ -102,13 +104,13 @@ async def introduce(
     digest = hashlib.blake2b(msgpack.packb(agreed), digest_size=8).digest()
     own = {
         "digests": [[digest, rank]], "offered": list(everywhere), "hosts": [host], "profile": profile,
-        "entry": [everywhere, status, host], "machine": machine, "here": [rank, process, here], "compared": agreed,
+        "entry": [everywhere, status, host], "machine": machine, "here": [rank, process, here],
     }  # fmt: skip
     numbers = range(-(-meeting.world_size // BLOCK))
     found, notes = await meeting.combine(own, _Introduced(), notes=[machine, *map(_page, numbers)], more=True)
     others = [first for other, first in found["digests"] if other != digest]
     if others:
-        raise _difference((await meeting.offered(others[0]))["compared"], agreed, others[0], rank)
+        raise await _difference(meeting, agreed, others[0])
     neighbours = {peer: (_shared(process), here) for note in notes[machine] for peer, process, here in _unpacked(note)}
     pages = Pages(meeting.world_size, [notes[_page(number)][0] for number in numbers])
     return Introductions(pages, neighbours, frozenset(found["offered"]), found["profile"], found["hosts"])
@@ -177,7 +179,17 @@ def _shared(process: dict[str, Any] | None) -> dict[str, Any] | None:
     return process
 
 
-def _difference(other: Mapping[str, Any], own: Mapping[str, Any], peer: int, rank: int) -> RendezvousError:
+async def _difference(meeting: RendezvousSession, own: Mapping[str, Any], peer: int) -> RendezvousError:
+    """Say what differs from another rank, which finds a difference too."""
+    rank = meeting.rank
+    try:
+        await meeting.store.set(f"compared/{rank}", msgpack.packb(own))
+        other = msgpack.unpackb(await meeting.store.get(f"compared/{peer}", timeout=_MOST_SECONDS))
+    except StoreError:
+        return RendezvousError(
+            f"rank {peer} runs with another version or other settings than rank {rank}, and has ended before it told them; "
+            "read its log first"
+        )
     if other["version"] != own["version"]:
         return RendezvousError(
             f"rank {peer} runs asyncdist {other['version']}, but rank {rank} asyncdist {own['version']}; "

@@ -60,7 +60,7 @@ FIRST_NOTICE = 10.0
 """Seconds after which a rank logs for whom it waits. Each further notice comes after twice the time of the one before."""
 _FAILED = msgpack.packb(None)
 """In place of a part: the exchange has failed."""
-BLOCK = 16
+BLOCK = 32
 """The number of ranks whose payloads the first of them combines, and of blocks whose parts the first of them combines."""
 _LAST_READ_TIMEOUT = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
@@ -183,10 +183,6 @@ class RendezvousSession:
         except StoreConnectionError as error:
             raise self._host_lost() from error
         return summary.merge(parts), found
-
-    async def offered(self, rank: int) -> Any:
-        """Return what another rank has passed to the last call of `combine`."""
-        return msgpack.unpackb(await self._client.get(self.keys("part0", self._exchanges - 1, rank)))
 
     def status_record(self, ports: Sequence[tuple[int, str, int]]) -> AddressRecord:
         """Return the world's record with the rank, host and port of status ports."""

@@ -23,7 +23,7 @@ async def test_kill_of_rank_0_fails_a_waiting_exchange(meet_as, in_thread):
             where = (await in_thread(leader.stdout.readline)).strip()
             other = await meet_as(where, 1, 3, timeout=60)
             waiting = asyncio.ensure_future(other.exchange(b""))
-            await other.store.underlying_store.wait([other.keys("payload", 0, 0), other.keys("payload", 0, 1)])
+            await other.store.underlying_store.wait([other.keys("part0", 0, 0), other.keys("part0", 0, 1)])
             leader.kill()
             with pytest.raises(RendezvousError, match="rank 0 left or died before the world was complete"):
                 await waiting
