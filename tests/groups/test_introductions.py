@@ -1,15 +1,17 @@
 """What the ranks of a world of several blocks tell each other at the start."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from asyncdist.config import Config
 from asyncdist.errors import RendezvousError
+from asyncdist.groups import introductions
 from asyncdist.groups.world import open_world
 from asyncdist.rendezvous import BLOCK
-from asyncdist.store import HashStore
+from asyncdist.store import AsyncStore, HashStore, StoreServer
 from asyncdist.testing.cluster import world_of
 
 SIZE = BLOCK + 3
@@ -44,3 +46,13 @@ async def test_ranks_of_another_block_with_other_settings_are_named():
     assert str(1 << 20) in str(outcomes[0])
     assert str(2 << 20) in str(outcomes[0])
     assert str(outcomes[-1]).startswith("rank 0 runs with")
+
+
+async def test_rank_that_ends_before_it_tells_its_settings_is_named(monkeypatch):
+    monkeypatch.setattr(introductions, "_MOST_SECONDS", 0.01)
+    async with (
+        await StoreServer.start("127.0.0.1", 0) as server,
+        await AsyncStore.connect("127.0.0.1", server.port) as store,
+    ):
+        error = await introductions._difference(SimpleNamespace(rank=1, store=store), {}, 3)
+    assert str(error).startswith("rank 3 runs with another version or other settings than rank 1, and has ended before")
