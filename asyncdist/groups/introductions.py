@@ -110,7 +110,7 @@ async def introduce(
     found, notes = await meeting.combine(own, _Introduced(), notes=[machine, *map(_page, numbers)], more=True)
     others = [first for other, first in found["digests"] if other != digest]
     if others:
-        raise await _difference(meeting, agreed, others[0])
+        raise await difference(meeting, agreed, others[0])
     neighbours = {peer: (_shared(process), here) for note in notes[machine] for peer, process, here in _unpacked(note)}
     pages = Pages(meeting.world_size, [notes[_page(number)][0] for number in numbers])
     return Introductions(pages, neighbours, frozenset(found["offered"]), found["profile"], found["hosts"])
@@ -179,7 +179,7 @@ def _shared(process: dict[str, Any] | None) -> dict[str, Any] | None:
     return process
 
 
-async def _difference(meeting: RendezvousSession, own: Mapping[str, Any], peer: int) -> RendezvousError:
+async def difference(meeting: RendezvousSession, own: Mapping[str, Any], peer: int) -> RendezvousError:
     """Say what differs from another rank, which finds a difference too."""
     rank = meeting.rank
     try:

@@ -54,5 +54,5 @@ async def test_rank_that_ends_before_it_tells_its_settings_is_named(monkeypatch)
         await StoreServer.start("127.0.0.1", 0) as server,
         await AsyncStore.connect("127.0.0.1", server.port) as store,
     ):
-        error = await introductions._difference(SimpleNamespace(rank=1, store=store), {}, 3)
+        error = await introductions.difference(SimpleNamespace(rank=1, store=store), {}, 3)
     assert str(error).startswith("rank 3 runs with another version or other settings than rank 1, and has ended before")
