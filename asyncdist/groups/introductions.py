@@ -26,6 +26,8 @@ from asyncdist.net.network import machine_name
 from asyncdist.net.process_identity import process_identity
 from asyncdist.rendezvous import BLOCK, RendezvousSession, Summary
 
+_PAGES = "pages of all ranks"
+"""The name of the note with the pages. No machine is named so."""
 _MOST_SECONDS = 10.0
 """Seconds within which a rank whose settings differ tells them."""
 _MOST_DIFFERENT = 8
@@ -106,13 +108,12 @@ async def introduce(
         "digests": [[digest, rank]], "offered": list(everywhere), "hosts": [host], "profile": profile,
         "entry": [everywhere, status, host], "machine": machine, "here": [rank, process, here],
     }  # fmt: skip
-    numbers = range(-(-meeting.world_size // BLOCK))
-    found, notes = await meeting.combine(own, _Introduced(), notes=[machine, *map(_page, numbers)], more=True)
+    found, notes = await meeting.combine(own, _Introduced(), notes=[machine, _PAGES], more=True)
     others = [first for other, first in found["digests"] if other != digest]
     if others:
         raise await difference(meeting, agreed, others[0])
     neighbours = {peer: (_shared(process), here) for note in notes[machine] for peer, process, here in _unpacked(note)}
-    pages = Pages(meeting.world_size, [notes[_page(number)][0] for number in numbers])
+    pages = Pages(meeting.world_size, [page for _, page in sorted(map(msgpack.unpackb, notes[_PAGES]))])
     return Introductions(pages, neighbours, frozenset(found["offered"]), found["profile"], found["hosts"])
 
 
@@ -146,8 +147,8 @@ class _Introduced(Summary):
         machines: dict[str, list[Any]] = {}
         for each in payloads:
             machines.setdefault(each["machine"], []).append(each["here"])
-        page = [msgpack.packb(each["entry"]) for each in payloads]
-        return {_page(first // BLOCK): _packed(page)} | {name: _packed(ranks) for name, ranks in machines.items()}
+        page = _packed([msgpack.packb(each["entry"]) for each in payloads])
+        return {_PAGES: msgpack.packb([first, page])} | {name: _packed(ranks) for name, ranks in machines.items()}
 
 
 class _Reached(Summary):
@@ -160,11 +161,6 @@ class _Reached(Summary):
     @staticmethod
     def _joined(parts: Iterable[Mapping[str, Any]], name: str) -> Sharing:
         return Sharing.joined(Sharing.unpacked(part[name]) for part in parts if name in part)
-
-
-def _page(number: int) -> str:
-    """Return the name of the note with the entries of a block of ranks."""
-    return f"page {number}"
 
 
 def compared(config: Config) -> dict[str, Any]:
