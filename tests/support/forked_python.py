@@ -21,3 +21,4 @@ def run(test, folder, first, *arguments):
         sys.argv[0] = first
         sys.path.insert(0, os.path.dirname(first))
         runpy.run_path(first, run_name="__main__")
+    sys.exit()

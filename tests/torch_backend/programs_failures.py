@@ -6,6 +6,7 @@ the test checks the exit status."""
 import functools
 import os
 import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -192,6 +193,7 @@ def ends(test, rank, world, meeting, how):
             start(rank, world, f"{meeting}-{number}")
             dist.all_reduce(tensor := torch.ones(10))
             test.send(tensor.tolist())
+    sys.exit()  # and free all modules
 
 
 def wait_in_a_callback(rank, groups):
