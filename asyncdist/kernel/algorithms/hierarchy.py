@@ -15,13 +15,14 @@ heterogeneous network hierarchy", MLSys (2019).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from asyncdist.kernel.algorithms.cost import Cost
 from asyncdist.kernel.algorithms.schedule import Action, Combine, Place, Recv, Schedule, Send, Step
 from asyncdist.kernel.algorithms.selection import DEFAULT, Model, candidates
+from asyncdist.kernel.algorithms.sharing import Sharing
 
 # Data is cut into this many parts, unless the slices or their blocks for the hosts would be smaller than the minimum.
 _MIN_PARTS = 8
@@ -84,27 +85,19 @@ class NodeLayout:
             yield members[start : start + self.rails]
 
 
-def layout(members: Sequence[int], own: int, shares: Callable[[int, int], bool]) -> NodeLayout | None:
+def layout(members: Sequence[int], own: int, sharing: Sharing) -> NodeLayout | None:
     """Return the layout of a group, or None if it has no hierarchy.
 
     A group has no hierarchy if all ranks share memory, if no two do, or if sharing is not transitive. Ranks with equal
-    ``shares`` get the same nodes.
+    ``sharing`` get the same nodes.
 
     Args:
         members: Global ranks, in order of the group rank.
         own: Global rank of this process.
-        shares: Whether two global ranks share memory.
+        sharing: Which global ranks share memory.
     """
-    nodes: list[list[int]] = []
-    for rank, member in enumerate(members):
-        homes = [node for node in nodes if any(shares(members[other], member) for other in node)]
-        if not homes:
-            nodes.append([rank])
-        elif len(homes) > 1 or not all(shares(members[other], member) for other in homes[0]):
-            return None
-        else:
-            homes[0].append(rank)
-    if len(nodes) < 2 or len(nodes) == len(members):
+    nodes = sharing.nodes(members)
+    if nodes is None or len(nodes) < 2 or len(nodes) == len(members):
         return None
     return NodeLayout(tuple(map(tuple, nodes)), members.index(own))
 

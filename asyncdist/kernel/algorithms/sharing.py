@@ -97,6 +97,31 @@ class Sharing:
             return any(len(each) > 1 for each in among.values())
         return any(self.connects(one, other) for one, other in itertools.combinations(ranks, 2))
 
+    def nodes(self, members: Sequence[int]) -> list[list[int]] | None:
+        """Return the indices of members that reach each other pairwise, together; None if that is not transitive."""
+        found: dict[Ranks | int, list[int]] = {}
+        for index, member in enumerate(members):
+            found.setdefault(self.reached(member) or member, []).append(index)
+        sets = [reached for reached in found if not isinstance(reached, int)]
+        if self._exceptions and sum(contains(reached, member) for reached in sets for member in members) != sum(
+            len(found[reached]) for reached in sets
+        ):
+            return self._nodes_of_pairs(members)
+        return list(found.values())
+
+    def _nodes_of_pairs(self, members: Sequence[int]) -> list[list[int]] | None:
+        """Return the same if some ranks reach others that do not reach them, or not the same ones."""
+        nodes: list[list[int]] = []
+        for index, member in enumerate(members):
+            homes = [node for node in nodes if any(self.connects(members[other], member) for other in node)]
+            if not homes:
+                nodes.append([index])
+            elif len(homes) > 1 or not all(self.connects(members[other], member) for other in homes[0]):
+                return None
+            else:
+                homes[0].append(index)
+        return nodes
+
     def packed(self) -> list[Any]:
         """Return plain data for `unpacked`."""
         return [self._blocks, [[_plain(reached), _plain(ranks)] for reached, ranks in self._exceptions]]

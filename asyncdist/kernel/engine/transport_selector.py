@@ -219,7 +219,7 @@ class TransportSelector:
         """
         members = channel.members
         for name, sharing in self.reached.items():
-            nodes = layout(members, self.rank, sharing.connects)
+            nodes = layout(members, self.rank, sharing)
             if nodes is not None:
                 node = tuple(members[rank] for rank in nodes.members)
                 if len(node) == 1:

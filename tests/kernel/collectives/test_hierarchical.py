@@ -18,6 +18,7 @@ from asyncdist.kernel.algorithms import hierarchy
 from asyncdist.kernel.algorithms.hierarchy import batches, contiguous, gather_runs, layout, part_count, travels_whole
 from asyncdist.kernel.algorithms.schedule import Recv, Send
 from asyncdist.kernel.algorithms.selection import DEFAULT, Model
+from asyncdist.kernel.algorithms.sharing import Sharing
 from asyncdist.kernel.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.kernel.collectives.node import NodeCollectives
 from asyncdist.kernel.memory.buffers import dtype_number
@@ -73,8 +74,15 @@ def world(hosts, **how):
 # -- layouts ----------------------------------------------------------------------------------------
 
 
+def sharing_of(reached):
+    """Return what ranks know together, each of which has reached a set of ranks."""
+    return Sharing.joined(Sharing.of(rank, peers) for rank, peers in enumerate(reached))
+
+
 def layout_of(hosts, own=0):
-    return layout(range(len(hosts)), own, lambda one, other: hosts[one] == hosts[other])
+    return layout(
+        range(len(hosts)), own, sharing_of([{r for r, each in enumerate(hosts) if each == host} for host in hosts])
+    )
 
 
 def test_nodes_are_ranks_that_share_memory():
@@ -94,9 +102,14 @@ def test_no_hierarchy_if_all_ranks_share_memory_or_none(hosts):
 
 
 def test_no_hierarchy_if_sharing_is_not_transitive():
-    shared = {(0, 1), (1, 2), (3, 4)}
-    for own in range(5):
-        assert layout(range(5), own, lambda one, other: (min(one, other), max(one, other)) in shared) is None
+    sharing = sharing_of([{0, 1}, {0, 1, 2}, {1, 2}, {3, 4}, {3, 4}])
+    assert {layout(range(5), own, sharing) for own in range(5)} == {None}
+
+
+def test_ranks_that_are_reached_and_do_not_reach_back_are_on_other_nodes():
+    sharing = sharing_of([{0, 1, 2}, {0, 1}, {2}, {3}])
+    assert layout(range(4), 0, sharing).nodes == ((0, 1), (2,), (3,))
+    assert layout((3, 1, 0), 0, sharing).nodes == ((0,), (1, 2))
 
 
 @pytest.mark.parametrize("hosts", HOSTS.values())
