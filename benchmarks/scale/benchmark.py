@@ -74,13 +74,10 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
         parts = self.plan.parts
         if "tasks" in parts:
             yield from self._tasks()
-        if "processes" in parts or "simulation" in parts:
-            self.laboratory.progress("what a process needs")
-            costs = measured_costs(self.laboratory)
-            if "processes" in parts:
-                yield from self._processes(costs)
-            if "simulation" in parts:
-                yield from self._simulation(costs)
+        if "processes" in parts:
+            yield from self._processes()
+        if "simulation" in parts:
+            yield from self._simulation()
 
     def _tasks(self) -> Iterator[Case]:
         cases = {size: Case("tasks", f"{size}") for size in self.plan.ranks}
@@ -100,23 +97,29 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
             ]
         yield from cases.values()
 
-    def _processes(self, costs: Costs) -> Iterator[Case]:
+    def _costs(self, transport: str, *, crowded: bool) -> Costs:
+        self.laboratory.progress(f"what a process needs over {transport}")
+        return measured_costs(self.laboratory, transport, crowded=crowded)
+
+    def _processes(self) -> Iterator[Case]:
+        costs = {transport: self._costs(transport, crowded=True) for transport in ("shm,tcp", "tcp")}
         for size in self.plan.processes:
-            for transport in ("shm,tcp", "tcp"):
+            for transport in costs:
                 case = Case("processes", f"{size}", facts={"transport": transport})
                 for number in range(self.plan.rounds):
                     self.laboratory.progress(f"{size} processes over {transport}: {number + 1} of {self.plan.rounds}")
                     start, first, *later = (step.seconds for step in real_world(self.laboratory, size, transport))
                     case.add(_WHO, start, first=first, later=median(later))
                 shape = Shape(size, size, os.cpu_count() or 1, memory=transport != "tcp")
-                case.add(_SIMULATED, **_samples(simulate(shape, costs)))
+                case.add(_SIMULATED, **_samples(simulate(shape, costs[transport])))
                 case.targets = [Target(_MOST_OFF, _off, lambda value: f"a factor of {value:g}")]
                 yield case
 
-    def _simulation(self, costs: Costs) -> Iterator[Case]:
+    def _simulation(self) -> Iterator[Case]:
+        costs = self._costs("shm,tcp", crowded=False)
         for size in self.plan.simulated:
             self.laboratory.progress(f"{size} simulated ranks")
-            case = Case("simulation", f"{size:,}", facts={"costs": asdict(costs), "size": size})
+            case = Case("simulation", f"{size:,}", facts={"costs": asdict(costs)})
             case.add(_SIMULATED, **_samples(simulate(Shape(size, self.plan.per_host), costs)))
             yield case
 
@@ -135,26 +138,26 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
 
     @classmethod
     def picture(cls, report: GridReport[ScalePlan]) -> Figure:
-        """Draw the simulated worlds: seconds and bytes against ranks."""
+        """Draw seconds against ranks, and next to them the bytes of simulated worlds."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter
 
-        cases = report.of("simulation")
-        ranks = [case.facts["size"] for case in cases]
-        figure = Figure(figsize=(10, 4.2), layout="constrained")
+        part = next(part for part in reversed(cls.parts) if part in report.plan.parts)
+        who = _SIMULATED if part == "simulation" else _WHO
+        panels = [(_SECONDS, "s"), (_BYTES, "B")][: 2 if part == "simulation" else 1]
+        figure = Figure(figsize=(5.4 * len(panels), 4.2), layout="constrained")
         FigureCanvasAgg(figure)
-        panels = zip(figure.subplots(1, 2), (_SECONDS, _BYTES), ("s", "B"), strict=True)
-        for axes, lines, unit in panels:
+        for axes, (lines, unit) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             for quantity, (label, colour, marker) in lines.items():
-                axes.plot(
-                    ranks, [case.median(_SIMULATED, quantity) for case in cases], colour, marker=marker, label=label
-                )
+                points = [(int(case.name.replace(",", "")), case.of(who, quantity)) for case in report.of(part)]
+                drawn = [(size, median(samples)) for size, samples in points if samples]
+                axes.plot(*zip(*drawn, strict=True) if drawn else ((), ()), colour, marker=marker, label=label)
             axes.set(xscale="log", yscale="log", xlabel="ranks")
             axes.yaxis.set_major_formatter(EngFormatter(unit))
             axes.grid(color="#e4e4e4")
             axes.legend(frameon=False)
-        figure.suptitle(f"Simulated worlds, {report.plan.per_host} ranks per host")
+        figure.suptitle(_TABLES[part][0])
         return figure
 
 

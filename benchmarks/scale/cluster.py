@@ -21,6 +21,8 @@ class Costs:
     Attributes:
         start: Processor time of a rank for its start, without what follows.
         neighbour: Further processor time of a rank for each other rank of its host: both probe shared memory.
+        wake: Processor time of a rank for each other rank of its host in a barrier in shared memory.
+        map: Further processor time of a rank for each of them in the first one, for which it maps their memory.
         connect: Processor time of a client for a connection to the store.
         accept: Processor time of the store for it.
         request: Processor time of the store for a request and its reply.
@@ -34,6 +36,8 @@ class Costs:
 
     start: float = 5e-3
     neighbour: float = 1e-4
+    wake: float = 5e-6
+    map: float = 2e-5
     connect: float = 4e-4
     accept: float = 3e-4
     request: float = 2e-5

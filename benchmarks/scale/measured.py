@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -12,7 +14,7 @@ from benchmarks.scale.simulation import Shape, used_by_start
 
 CONNECTIONS, REQUESTS, READ_NBYTES = 64, 2000, 16 * (4 << 20)
 """What the client of the measured store does: connections, changes, and bytes that it reads."""
-_FEW, _MANY = 2, 16
+_FEW, _MANY = 2, 32
 """The ranks of the worlds in which the processor time of a rank is measured."""
 _BARRIERS = 8
 _PATIENCE = 900.0
@@ -47,19 +49,39 @@ def real_world(laboratory: Laboratory, size: int, transport: str, barriers: int 
     return steps
 
 
-def measured_costs(laboratory: Laboratory) -> Costs:
-    """Return what processes of this machine need, with the network of `Costs`."""
+def measured_costs(laboratory: Laboratory, transport: str, *, crowded: bool) -> Costs:
+    """Return what processes of this machine need, with the network of `Costs`.
+
+    Args:
+        transport: The transports of the ranks.
+        crowded: Whether many ranks share a processor, so that each message has its share of what the system needs to pass a
+            processor from one to another.
+    """
     costs = _with_store(laboratory, Costs())
-    few, many = (real_world(laboratory, size, "shm,tcp") for size in (_FEW, _MANY))
-    start = max(0.0, few[0].processor - used_by_start(Shape(_FEW), replace(costs, start=0.0, neighbour=0.0)))
+    memory = transport != "tcp"
+    few, many = (real_world(laboratory, size, transport, _BARRIERS) for size in (_FEW, _MANY))
+    start = max(0.0, few[0].processor - used_by_start(Shape(_FEW, memory=memory), replace(costs, start=0, neighbour=0)))
     costs = replace(costs, start=start, neighbour=0.0)
-    grown = many[0].processor - used_by_start(Shape(_MANY, per_host=_MANY), costs)
+    grown = many[0].processor - used_by_start(Shape(_MANY, _MANY, memory=memory), costs)
     costs = replace(costs, neighbour=max(0.0, grown) / (_MANY - 1))
-    first, *later = (step.processor for step in real_world(laboratory, _MANY, "tcp", _BARRIERS)[1:])
+    size, steps = (_MANY, many) if crowded else (_FEW, few)
+    if memory:
+        map_, wake = (spent / (size - 1) for spent in _barriers(steps, size, crowded))
+        costs = replace(costs, wake=wake, map=map_)
+        steps = real_world(laboratory, size, "tcp", _BARRIERS)
     # A rank of a dissemination sends and receives in each round, always over another connection.
-    messages = 2 * (_MANY - 1).bit_length()
-    message = median(later) / messages
-    return replace(costs, message=message, dial=max(0.0, (first - median(later)) / messages))
+    dial, message = (spent / (2 * (size - 1).bit_length()) for spent in _barriers(steps, size, crowded))
+    return replace(costs, message=message, dial=dial)
+
+
+def _barriers(steps: Sequence[Step], size: int, crowded: bool) -> tuple[float, float]:
+    """Return what the first barrier takes of a rank's processor time more than a later one, and what that takes.
+
+    In a ``crowded`` world that is the rank's part of the time of all processors.
+    """
+    spent = [step.seconds * (os.cpu_count() or 1) / size if crowded else step.processor for step in steps[1:]]
+    later = median(spent[1:])
+    return max(0.0, spent[0] - later), later
 
 
 def _with_store(laboratory: Laboratory, costs: Costs) -> Costs:

@@ -115,7 +115,8 @@ class _World:
         outcome = Outcome()
         outcome.start = await self._timed(self.meet())
         outcome.sent, outcome.most_read = self._server.sent, max(store.nbytes for store in self._stores)
-        outcome.first, outcome.later = await self._timed(self._barrier()), await self._timed(self._barrier())
+        outcome.first = await self._timed(self._barrier(is_first=True))
+        outcome.later = await self._timed(self._barrier())
         if self._shape.size > 2:
             outcome.known = await self._timed(self._lose(self._shape.size // 2))
             if self._shape.size <= MOST_REGROUPED:
@@ -189,15 +190,16 @@ class _World:
 
     # -- a barrier -----------------------------------------------------------------------------------
 
-    async def _barrier(self) -> None:
+    async def _barrier(self, *, is_first: bool = False) -> None:
         """Pass a barrier: within each host in shared memory, and between the first ranks of the hosts by messages."""
-        if self._shape.memory:
-            await asyncio.gather(*(process.worked(self._costs.message) for process in self._cluster.processes))
-        ranks = range(0, self._shape.size, self._shape.per_host if self._shape.memory else 1)
-        barrier = _Barrier(self, ranks)
-        await barrier.done
-        if self._shape.memory:
-            await asyncio.gather(*(process.worked(self._costs.message) for process in self._cluster.processes))
+        shape, costs = self._shape, self._costs
+        mates = min(shape.per_host, shape.size) - 1 if shape.memory else 0
+        before = mates * (costs.wake / 2 + costs.map * is_first)
+        await asyncio.gather(*(process.worked(before) for process in self._cluster.processes))
+        ranks = range(0, shape.size, shape.per_host if shape.memory else 1)
+        if len(ranks) > 1:
+            await _Barrier(self, ranks).done
+        await asyncio.gather(*(process.worked(mates * costs.wake / 2) for process in self._cluster.processes))
 
     # -- the loss of a rank ------------------------------------------------------------------------
 
