@@ -44,7 +44,7 @@ class ScalePlan:
     barriers: int = option(4, "tasks: barriers in each world.", click.IntRange(2))
     rounds: int = option(3, "tasks, processes: rounds, each with new processes.")
     processes: tuple[int, ...] = option("8,64,128,256", "processes: numbers of ranks, comma-separated.", COUNTS)
-    simulated: tuple[int, ...] = option("100,1000,10000,100000", "simulation: numbers of ranks.", COUNTS)
+    simulated: tuple[int, ...] = option("100,1000,10000", "simulation: numbers of ranks.", COUNTS)
     per_host: int = option(8, "simulation: ranks of a host.")
 
 
@@ -60,7 +60,7 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
 
     \b
     python -m benchmarks scale tasks --ranks 32,256 --rounds 1
-    python -m benchmarks scale simulation --simulated 1000,100000 --output docs/bench
+    python -m benchmarks scale simulation --simulated 1000,10000 --output docs/bench
     """
 
     title = "How a world grows"
