@@ -159,16 +159,16 @@ def test_hooks_and_metrics_enter_few_frames():
     def fewest():
         return min(run_ranks(2, fewest_frames, transport="shm"))
 
-    # In some runs each call wakes the peer, because the threads of one process do not poll at the same time.
-    wake_up, bare = 1, fewest()
+    # On a busy machine each call waits for the peer and wakes it: the threads of one process do not poll at the same time.
+    waits, bare = 4, fewest()
     with register_hook(on_end=id):
         hooked = fewest()
     metrics = GroupMetrics()
     counted = fewest()
     metrics.close()
-    assert hooked <= bare + wake_up + 8
-    assert counted <= bare + wake_up + 8
-    assert fewest() <= bare + wake_up
+    assert hooked <= bare + waits + 8
+    assert counted <= bare + waits + 8
+    assert fewest() <= bare + waits
 
 
 async def test_process_wide_hook_applies_to_existing_and_later_groups(each):
