@@ -94,7 +94,7 @@ class _Member:
 
 @dataclass(eq=False, slots=True)
 class _Exposed:
-    """The registered tensor of this rank, and the members with theirs."""
+    """The registered tensor of this rank, and the members with what they have registered."""
 
     port: MemoryPort
     registration: Registration
@@ -273,7 +273,7 @@ class Window(ProcessBound):
         await self._control.send(_SIGNAL, rank, self._tag, timeout=limit)
 
     def wait_signal(self, peer_rank: int, *, timeout: Timeout = None) -> Work[int]:
-        """Wait for a signal of a rank. Each call takes one; signals that nobody awaits yet are kept."""
+        """Wait for a signal of a rank. Each call takes one; signals that no call awaits yet are kept."""
         self._target(peer_rank)
         target, limit = torch.empty_like(_SIGNAL), self._limit(timeout)
         receiving: Work[int] = self._control.recv(target, peer_rank, self._tag, timeout=limit)

@@ -1,7 +1,7 @@
 """A simulated cluster: hosts with processors and a network between them, in virtual time.
 
 What a process does takes its thread, and one processor of its host, for some seconds; a message then takes its time on the
-wires of both hosts. Everything happens in the order in which it is asked for. The model is LogGP's (Alexandrov, Ionescu,
+wires of both hosts. Everything happens in the order of the calls. The model is LogGP's (Alexandrov, Ionescu,
 Schauser, Scheiman, "LogGP: incorporating long messages into the LogP model", SPAA 1995), with processors that are shared.
 """
 

@@ -13,7 +13,7 @@ from benchmarks.scale.cluster import Costs
 from benchmarks.scale.simulation import Shape, used_by_start
 
 CONNECTIONS, REQUESTS, READ_NBYTES = 64, 2000, 16 * (4 << 20)
-"""What the client of the measured store does: connections, changes, and bytes that it reads."""
+"""The connections and changes of the client of the measured store, and the bytes that it reads."""
 _FEW, _MANY = 2, 32
 """The ranks of the worlds in which the processor time of a rank is measured."""
 _BARRIERS = 8
@@ -23,7 +23,12 @@ _NO_SPINNING = {"ASYNCDIST_SPIN_US": "0", "ASYNCDIST_AWAIT_SPIN_US": "0"}
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What all ranks of a real world do at the same time: seconds from the first to the last, processor time of a rank."""
+    """A step that all ranks of a real world take at the same time.
+
+    Attributes:
+        seconds: From its begin on the first rank to its end on the last.
+        processor: The processor time of a rank, on average.
+    """
 
     seconds: float
     processor: float

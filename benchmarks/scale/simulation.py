@@ -1,6 +1,6 @@
 """A world in a simulated cluster: its start, its first calls, and the loss of a rank, by the code of real ranks.
 
-What runs is the real code of the rendezvous, the introductions, the store's state, the schedules, the choice of who is told
+This runs the real code of the rendezvous, the introductions, the store's state, the schedules, the choice of who is told
 of a failure, and the agreement. Only sockets, processes and time are simulated.
 """
 

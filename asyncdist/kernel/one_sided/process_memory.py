@@ -32,7 +32,7 @@ class ProcessMemory:
         except OSError as cause:
             raise OutOfReachError from cause
         weakref.finalize(self, os.close, self._file).atexit = False
-        # The file may be that of a process which has got the number meanwhile.
+        # The file may be that of a later process with the same number.
         if has_ended(identity, own):
             raise OutOfReachError
 

@@ -128,10 +128,9 @@ class Recorder:
     """Keeps the last ``size`` operations of one rank in one world, and its newest groups.
 
     Recording appends to a ring buffer and evicts the oldest entry, pending or not. A call that the calling thread completes
-    is recorded at its end. Each function in ``pending`` returns the
-    pending operations of an executor; a dump calls the functions, from any thread. Those in ``progress`` return further
-    values of pending operations, and those in ``details`` of the rank. ``dump_format`` is json, torch or both. ``dump_dir``
-    is the folder into which `dump_signal` writes.
+    is recorded at its end. Each function in ``pending`` returns the pending operations of an executor; a dump calls the
+    functions, from any thread. Those in ``progress`` return further values of pending operations, and those in ``details``
+    of the rank. ``dump_format`` is json, torch or both. ``dump_dir`` is the folder into which `dump_signal` writes.
     """
 
     def __init__(
