@@ -1,4 +1,4 @@
-"""The cost of a schedule. Each algorithm has a formula next to it, which tests compare with a simulation in lock step.
+"""The cost of a schedule. `selection.CANDIDATES` has its formula, which tests compare with a simulation in lock step.
 
 Time is counted in *rounds*: in one round every rank that can proceed completes one step. Each field is the sum over the
 rounds of the maximum over the ranks, so costs add up along the critical path.
@@ -34,3 +34,19 @@ class Cost:
             self.nbytes + other.nbytes,
             self.reduced + other.reduced,
         )
+
+
+def in_shares(size: int, nbytes: int, *, reduces: bool = False) -> Cost:
+    """Return the cost of P-1 rounds, in each of which a rank sends, receives and perhaps reduces 1/P of the tensor."""
+    moved = (size - 1) * nbytes / size
+    return Cost(size - 1, size - 1, moved, moved * reduces)
+
+
+def in_one_round(size: int, nbytes: int) -> Cost:
+    """Return the cost of one round in which a rank sends or receives P-1 blocks of 1/P of ``nbytes``."""
+    return Cost() if size == 1 else Cost(1, size - 1, (size - 1) * nbytes / size)
+
+
+def in_whole(rounds: int, nbytes: float, *, reduces: bool = False) -> Cost:
+    """Return the cost of rounds in each of which a rank sends or receives, and perhaps reduces, the whole tensor."""
+    return Cost(rounds, rounds, rounds * nbytes, rounds * nbytes * reduces)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from asyncdist.kernel.algorithms.cost import Cost
 from asyncdist.kernel.algorithms.schedule import Action, Blocks, Place, Recv, Reduce, Schedule, Send, Step
 
 
@@ -27,11 +26,6 @@ def all_to_all(rank: int, size: int, outgoing: Blocks, incoming: Blocks) -> Sche
             yield step
 
 
-def all_to_all_cost(size: int, nbytes: int) -> Cost:
-    """Return the cost of `all_to_all` of ``nbytes``, all outgoing blocks of one rank together."""
-    return Cost(rounds=size - 1, messages=size - 1, nbytes=(size - 1) * nbytes / size)
-
-
 def reduce_scatter(rank: int, size: int, blocks: Blocks, own: Place) -> Schedule:
     """Fold every rank's ``blocks[rank]`` into ``own``, which holds the caller's block; ``blocks`` are only read.
 
@@ -40,13 +34,6 @@ def reduce_scatter(rank: int, size: int, blocks: Blocks, own: Place) -> Schedule
     for left, right in _circle(rank, size):
         if step := _present((Send(right, blocks[right]), Reduce(left, own))):
             yield step
-
-
-def reduce_scatter_cost(size: int, nbytes: int) -> Cost:
-    """Return the cost of `reduce_scatter` over ``nbytes``, all blocks together."""
-    return Cost(
-        rounds=size - 1, messages=size - 1, nbytes=(size - 1) * nbytes / size, reduced=(size - 1) * nbytes / size
-    )
 
 
 def all_gather(rank: int, size: int, blocks: Blocks) -> Schedule:
@@ -60,11 +47,6 @@ def all_gather(rank: int, size: int, blocks: Blocks) -> Schedule:
         yield step
 
 
-def one_round_cost(size: int, nbytes: int) -> Cost:
-    """Return the cost of `all_gather`, `gather` or `scatter` of ``nbytes``, all blocks together."""
-    return Cost() if size == 1 else Cost(rounds=1, messages=size - 1, nbytes=(size - 1) * nbytes / size)
-
-
 def gather(rank: int, size: int, root: int, own: Place, blocks: Blocks) -> Schedule:
     """Receive each rank's ``own`` into the root's ``blocks[rank]``; the caller copies the root's.
 
@@ -76,11 +58,6 @@ def gather(rank: int, size: int, root: int, own: Place, blocks: Blocks) -> Sched
         actions = (Recv(left, blocks[left]) for left, _ in _circle(rank, size))
     if step := _present(actions):
         yield step
-
-
-def reduce_cost(size: int, nbytes: int) -> Cost:
-    """Return the cost of `reduce_scatter` followed by `gather` of the reduced blocks, which together reduce to a root."""
-    return reduce_scatter_cost(size, nbytes) + one_round_cost(size, nbytes)
 
 
 def scatter(rank: int, size: int, root: int, own: Place, blocks: Blocks) -> Schedule:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from asyncdist.kernel.algorithms.cost import Cost
+from asyncdist.kernel.algorithms.cost import Cost, in_whole
 from asyncdist.kernel.algorithms.schedule import Blocks, Combine, Place, Recv, Reduce, Schedule, Send
 
 
@@ -51,8 +51,7 @@ def all_reduce(rank: int, size: int, data: Place, scratch: Place) -> Schedule:
 
 def all_reduce_cost(size: int, nbytes: int) -> Cost:
     """Return the cost of `all_reduce` over ``nbytes``."""
-    rounds = _core_rounds(size)
-    return Cost(rounds, rounds, rounds * nbytes, rounds * nbytes) + _outside_cost(size, nbytes)
+    return in_whole(_core_rounds(size), nbytes, reduces=True) + _outside_cost(size, nbytes)
 
 
 def halving_all_reduce(rank: int, size: int, blocks: Blocks) -> Schedule:
@@ -102,11 +101,6 @@ def all_gather(rank: int, size: int, blocks: Blocks) -> Schedule:
     yield from _gather_runs(rank, size, blocks)
 
 
-def all_gather_cost(size: int, nbytes: int) -> Cost:
-    """Return the cost of `all_gather` of ``nbytes``, all blocks together."""
-    return Cost(_core_rounds(size), _core_rounds(size), (size - 1) * nbytes / size)
-
-
 # -- barrier --------------------------------------------------------------------------------------
 
 
@@ -121,12 +115,6 @@ def barrier(rank: int, size: int, nothing_out: Place, nothing_in: Place) -> Sche
     while distance < size:
         yield Send((rank + distance) % size, nothing_out), Recv((rank - distance) % size, nothing_in)
         distance *= 2
-
-
-def barrier_cost(size: int, nbytes: int = 0) -> Cost:
-    """Return the cost of `barrier`, which moves no bytes."""
-    rounds = (size - 1).bit_length()
-    return Cost(rounds, rounds)
 
 
 # -- ranks outside the core -----------------------------------------------------------------------

@@ -19,7 +19,6 @@ Comput. 69 (2009). Each block is reduced along one path and then copied, so all 
 
 from __future__ import annotations
 
-from asyncdist.kernel.algorithms.cost import Cost
 from asyncdist.kernel.algorithms.schedule import Blocks, Recv, Reduce, Schedule, Send
 
 
@@ -33,13 +32,6 @@ def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Schedule:
         yield Send(right, blocks[(rank - passed) % size]), Reduce(left, blocks[(rank - passed - 1) % size])
 
 
-def reduce_scatter_cost(size: int, nbytes: int) -> Cost:
-    """Return the cost of `reduce_scatter` over ``nbytes``, all blocks together."""
-    return Cost(
-        rounds=size - 1, messages=size - 1, nbytes=(size - 1) * nbytes / size, reduced=(size - 1) * nbytes / size
-    )
-
-
 def all_gather(rank: int, size: int, blocks: Blocks) -> Schedule:
     """Copy each rank's ``blocks[rank]`` to all ranks.
 
@@ -50,11 +42,6 @@ def all_gather(rank: int, size: int, blocks: Blocks) -> Schedule:
         yield Send(right, blocks[(rank - passed) % size]), Recv(left, blocks[(rank - passed - 1) % size])
 
 
-def all_gather_cost(size: int, nbytes: int) -> Cost:
-    """Return the cost of `all_gather` of ``nbytes``, all blocks together."""
-    return Cost(rounds=size - 1, messages=size - 1, nbytes=(size - 1) * nbytes / size)
-
-
 def all_reduce(rank: int, size: int, blocks: Blocks) -> Schedule:
     """Leave in all blocks of all ranks their reduction.
 
@@ -62,8 +49,3 @@ def all_reduce(rank: int, size: int, blocks: Blocks) -> Schedule:
     """
     yield from reduce_scatter(rank, size, blocks)
     yield from all_gather(rank, size, blocks)
-
-
-def all_reduce_cost(size: int, nbytes: int) -> Cost:
-    """Return the cost of `all_reduce` over ``nbytes``, all blocks together."""
-    return reduce_scatter_cost(size, nbytes) + all_gather_cost(size, nbytes)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
-from asyncdist.kernel.algorithms import pairwise, recursive_doubling, ring, tree
-from asyncdist.kernel.algorithms.cost import Cost
+from asyncdist.kernel.algorithms import recursive_doubling, tree
+from asyncdist.kernel.algorithms.cost import Cost, in_one_round, in_shares, in_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,36 +73,44 @@ class Candidate:
         return not self.power_of_two or size == recursive_doubling.floor_power_of_two(size)
 
 
-def _without_model(cost: Callable[[int, int], Cost]) -> Callable[[int, int, Model], Cost]:
-    return lambda size, nbytes, model: cost(size, nbytes)
-
-
-def _chain_cost(size: int, nbytes: int, model: Model) -> Cost:
-    return tree.chain_broadcast_cost(size, nbytes, tree.segment_count(nbytes, model.segment_nbytes))
+def _tree_rounds(size: int) -> int:
+    """Return ceil(log2 P), the rounds of a binomial tree and of dissemination."""
+    return (size - 1).bit_length()
 
 
 # Among equal costs the first is chosen. The first schedule of each collective always applies.
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     "all_reduce": (
-        Candidate("doubling", _without_model(recursive_doubling.all_reduce_cost), sends_sums=True),
-        Candidate("ring", _without_model(ring.all_reduce_cost)),
-        Candidate("halving", _without_model(recursive_doubling.halving_all_reduce_cost), contiguous=True),
+        Candidate("doubling", lambda p, n, _: recursive_doubling.all_reduce_cost(p, n), sends_sums=True),
+        Candidate("ring", lambda p, n, _: in_shares(p, n, reduces=True) + in_shares(p, n)),
+        Candidate("halving", lambda p, n, _: recursive_doubling.halving_all_reduce_cost(p, n), contiguous=True),
     ),
-    "broadcast": (Candidate("tree", _without_model(tree.broadcast_cost)), Candidate("chain", _chain_cost)),
+    "broadcast": (
+        Candidate("tree", lambda p, n, _: in_whole(_tree_rounds(p), n)),
+        Candidate(
+            "chain",
+            lambda p, n, model: tree.chain_broadcast_cost(p, n, tree.segment_count(n, model.segment_nbytes)),
+        ),
+    ),
     "reduce": (
-        Candidate("tree", _without_model(tree.reduce_cost)),
-        Candidate("pairwise", _without_model(pairwise.reduce_cost)),
+        Candidate("tree", lambda p, n, _: in_whole(_tree_rounds(p), n, reduces=True)),
+        Candidate("pairwise", lambda p, n, _: in_shares(p, n, reduces=True) + in_one_round(p, n)),
     ),
     "all_gather": (
-        Candidate("direct", _without_model(pairwise.one_round_cost)),
-        Candidate("ring", _without_model(ring.all_gather_cost)),
-        Candidate("doubling", _without_model(recursive_doubling.all_gather_cost), contiguous=True, power_of_two=True),
+        Candidate("direct", lambda p, n, _: in_one_round(p, n)),
+        Candidate("ring", lambda p, n, _: in_shares(p, n)),
+        Candidate(
+            "doubling",
+            lambda p, n, _: Cost(_tree_rounds(p), _tree_rounds(p), (p - 1) * n / p),
+            contiguous=True,
+            power_of_two=True,
+        ),
     ),
-    "reduce_scatter": (Candidate("pairwise", _without_model(pairwise.reduce_scatter_cost)),),
-    "all_to_all": (Candidate("pairwise", _without_model(pairwise.all_to_all_cost)),),
-    "gather": (Candidate("star", _without_model(pairwise.one_round_cost)),),
-    "scatter": (Candidate("star", _without_model(pairwise.one_round_cost)),),
-    "barrier": (Candidate("dissemination", _without_model(recursive_doubling.barrier_cost)),),
+    "reduce_scatter": (Candidate("pairwise", lambda p, n, _: in_shares(p, n, reduces=True)),),
+    "all_to_all": (Candidate("pairwise", lambda p, n, _: in_shares(p, n)),),
+    "gather": (Candidate("star", lambda p, n, _: in_one_round(p, n)),),
+    "scatter": (Candidate("star", lambda p, n, _: in_one_round(p, n)),),
+    "barrier": (Candidate("dissemination", lambda p, n, _: in_whole(_tree_rounds(p), 0)),),
 }
 
 

@@ -18,7 +18,7 @@ meshes", Parallel Process. Lett. 5 (1995).
 
 from __future__ import annotations
 
-from asyncdist.kernel.algorithms.cost import Cost
+from asyncdist.kernel.algorithms.cost import Cost, in_whole
 from asyncdist.kernel.algorithms.schedule import Place, Recv, Reduce, Schedule, Send
 
 
@@ -34,12 +34,6 @@ def broadcast(rank: int, size: int, root: int, data: Place) -> Schedule:
         yield (Send(child, data),)
 
 
-def broadcast_cost(size: int, nbytes: int) -> Cost:
-    """Return the cost of `broadcast` of ``nbytes``."""
-    rounds = (size - 1).bit_length()
-    return Cost(rounds, rounds, rounds * nbytes)
-
-
 def reduce(rank: int, size: int, root: int, data: Place) -> Schedule:
     """Reduce ``data`` of all ranks into the root's, along a binomial tree. Other ranks' ``data`` is overwritten.
 
@@ -50,12 +44,6 @@ def reduce(rank: int, size: int, root: int, data: Place) -> Schedule:
         yield (Reduce(child, data),)
     if parent is not None:
         yield (Send(parent, data),)
-
-
-def reduce_cost(size: int, nbytes: int) -> Cost:
-    """Return the cost of `reduce` of ``nbytes``."""
-    rounds = (size - 1).bit_length()
-    return Cost(rounds, rounds, rounds * nbytes, rounds * nbytes)
 
 
 def chain_broadcast(rank: int, size: int, root: int, segment: Place) -> Schedule:
@@ -75,8 +63,7 @@ def chain_broadcast_cost(size: int, nbytes: int, segments: int = 1) -> Cost:
     """Return the cost of `chain_broadcast` of ``nbytes`` in ``segments`` equal segments."""
     if size == 1:
         return Cost()
-    rounds = size - 2 + segments
-    return Cost(rounds, rounds, rounds * nbytes / segments)
+    return in_whole(size - 2 + segments, nbytes / segments)
 
 
 def segment_count(nbytes: int, segment_nbytes: int) -> int:

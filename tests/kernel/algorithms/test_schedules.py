@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from asyncdist.kernel.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.kernel.algorithms.cost import Cost
 from asyncdist.kernel.algorithms.schedule import Schedule
+from asyncdist.kernel.algorithms.selection import DEFAULT, candidates
 from tests.support.simulator import Array, ArrayBlocks, adversary, lock_step
 
 SIZES = range(1, 17)
@@ -47,13 +48,16 @@ def total(inputs: list[Array]) -> Array:
     return np.add.reduce(inputs)
 
 
-def priced(cost: Callable[[int, int], Cost], inputs: list[Array]) -> Callable[[int], Cost]:
-    return lambda count: cost(len(inputs), count * inputs[0].itemsize)
+def priced(schedule: str, inputs: list[Array]) -> Callable[[int], Cost]:
+    """Return the cost, by the number of elements, of the candidate ``collective.name``."""
+    collective, name = schedule.split(".")
+    (cost,) = (each.cost for each in candidates(collective) if each.name == name)
+    return lambda count: cost(len(inputs), count * inputs[0].itemsize, DEFAULT)
 
 
 def reducing(
     schedule: Callable[[int, int, Array], Schedule],
-    cost: Callable[[int, int], Cost],
+    cost: str,
     blocks: Callable[[int], int] = lambda size: 1,
 ) -> Callable[[list[Array], int], Trial]:
     """All-reduce in place."""
@@ -87,7 +91,7 @@ def ring_reduce_scatter(inputs: list[Array], root: int) -> Trial:
         [ring.reduce_scatter(rank, size, blocks[rank]) for rank in range(size)],
         [blocks[rank][rank] for rank in range(size)],
         [whole[rank] for rank in range(size)],
-        priced(ring.reduce_scatter_cost, inputs),
+        priced("reduce_scatter.pairwise", inputs),
         size,
     )
 
@@ -101,15 +105,13 @@ def pairwise_reduce_scatter(inputs: list[Array], root: int) -> Trial:
         [pairwise.reduce_scatter(rank, size, blocks[rank], own[rank]) for rank in range(size)],
         own,
         [whole[rank] for rank in range(size)],
-        priced(pairwise.reduce_scatter_cost, inputs),
+        priced("reduce_scatter.pairwise", inputs),
         size,
         untouched=list(zip(data, inputs, strict=True)),
     )
 
 
-def gathering(
-    schedule: Callable[[int, int, ArrayBlocks], Schedule], cost: Callable[[int, int], Cost]
-) -> Callable[[list[Array], int], Trial]:
+def gathering(schedule: Callable[[int, int, ArrayBlocks], Schedule], cost: str) -> Callable[[list[Array], int], Trial]:
     """All-gather: each rank begins with its own block of the whole, and garbage in the others."""
 
     def make(inputs: list[Array], root: int) -> Trial:
@@ -124,7 +126,7 @@ def gathering(
 
 
 def broadcasting(
-    schedule: Callable[[int, int, int, Array], Schedule], cost: Callable[[int, int], Cost]
+    schedule: Callable[[int, int, int, Array], Schedule], cost: str
 ) -> Callable[[list[Array], int], Trial]:
     def make(inputs: list[Array], root: int) -> Trial:
         size, data = len(inputs), [each.copy() for each in inputs]
@@ -137,7 +139,7 @@ def broadcasting(
 def tree_reduce(inputs: list[Array], root: int) -> Trial:
     size, data = len(inputs), [each.copy() for each in inputs]
     schedules = [tree.reduce(rank, size, root, data[rank]) for rank in range(size)]
-    return Trial(schedules, [data[root]], [total(inputs)], priced(tree.reduce_cost, inputs))
+    return Trial(schedules, [data[root]], [total(inputs)], priced("reduce.tree", inputs))
 
 
 def gather(inputs: list[Array], root: int) -> Trial:
@@ -149,7 +151,7 @@ def gather(inputs: list[Array], root: int) -> Trial:
         pairwise.gather(rank, size, root, own[rank], ArrayBlocks(result if rank == root else whole, size))
         for rank in range(size)
     ]
-    return Trial(schedules, [result], [whole], priced(pairwise.one_round_cost, inputs), size)
+    return Trial(schedules, [result], [whole], priced("gather.star", inputs), size)
 
 
 def scatter(inputs: list[Array], root: int) -> Trial:
@@ -157,7 +159,7 @@ def scatter(inputs: list[Array], root: int) -> Trial:
     parts = ArrayBlocks(whole, size)
     own = [parts[rank].copy() if rank == root else np.full_like(parts[rank], 99) for rank in range(size)]
     schedules = [pairwise.scatter(rank, size, root, own[rank], parts) for rank in range(size)]
-    return Trial(schedules, own, [parts[rank] for rank in range(size)], priced(pairwise.one_round_cost, inputs), size)
+    return Trial(schedules, own, [parts[rank] for rank in range(size)], priced("scatter.star", inputs), size)
 
 
 def all_to_all(inputs: list[Array], root: int) -> Trial:
@@ -170,33 +172,33 @@ def all_to_all(inputs: list[Array], root: int) -> Trial:
         blocks = ArrayBlocks(incoming[rank], size, [peer * length for peer in range(size + 1)])
         blocks[rank][...] = outgoing[rank][rank]
         schedules.append(pairwise.all_to_all(rank, size, outgoing[rank], blocks))
-    return Trial(schedules, incoming, expected, priced(pairwise.all_to_all_cost, inputs), size)
+    return Trial(schedules, incoming, expected, priced("all_to_all.pairwise", inputs), size)
 
 
 ALL_REDUCES: dict[str, Maker] = {
-    "ring.all_reduce": reducing(ring_all_reduce, ring.all_reduce_cost, lambda size: size),
-    "doubling.all_reduce": reducing(doubling_all_reduce, recursive_doubling.all_reduce_cost),
+    "ring.all_reduce": reducing(ring_all_reduce, "all_reduce.ring", lambda size: size),
+    "doubling.all_reduce": reducing(doubling_all_reduce, "all_reduce.doubling"),
     "doubling.halving_all_reduce": reducing(
-        halving_all_reduce, recursive_doubling.halving_all_reduce_cost, recursive_doubling.floor_power_of_two
+        halving_all_reduce, "all_reduce.halving", recursive_doubling.floor_power_of_two
     ),
 }
 ANY_SIZE: dict[str, Maker] = {
     **ALL_REDUCES,
     "ring.reduce_scatter": ring_reduce_scatter,
-    "ring.all_gather": gathering(ring.all_gather, ring.all_gather_cost),
+    "ring.all_gather": gathering(ring.all_gather, "all_gather.ring"),
     "pairwise.reduce_scatter": pairwise_reduce_scatter,
-    "pairwise.all_gather": gathering(pairwise.all_gather, pairwise.one_round_cost),
+    "pairwise.all_gather": gathering(pairwise.all_gather, "all_gather.direct"),
     "pairwise.all_to_all": all_to_all,
 }
 ROOTED: dict[str, Maker] = {
-    "tree.broadcast": broadcasting(tree.broadcast, tree.broadcast_cost),
-    "tree.chain_broadcast": broadcasting(tree.chain_broadcast, tree.chain_broadcast_cost),
+    "tree.broadcast": broadcasting(tree.broadcast, "broadcast.tree"),
+    "tree.chain_broadcast": broadcasting(tree.chain_broadcast, "broadcast.chain"),
     "tree.reduce": tree_reduce,
     "pairwise.gather": gather,
     "pairwise.scatter": scatter,
 }
 POWERS_OF_TWO: dict[str, Maker] = {
-    "doubling.all_gather": gathering(recursive_doubling.all_gather, recursive_doubling.all_gather_cost)
+    "doubling.all_gather": gathering(recursive_doubling.all_gather, "all_gather.doubling")
 }
 MAKERS = {**ANY_SIZE, **ROOTED, **POWERS_OF_TWO}
 
@@ -319,7 +321,8 @@ def test_no_rank_leaves_a_barrier_before_all_have_entered(size: int) -> None:
         yield from recursive_doubling.barrier(rank, size, np.empty(0), np.empty(0))
         assert len(entered) == size
 
-    assert lock_step([pass_through(rank) for rank in range(size)]).cost == recursive_doubling.barrier_cost(size)
+    cost = lock_step([pass_through(rank) for rank in range(size)]).cost
+    assert cost == candidates("barrier")[0].cost(size, 0, DEFAULT)
     for seed in range(5):
         entered.clear()
         adversary([pass_through(rank) for rank in range(size)], seed=seed)

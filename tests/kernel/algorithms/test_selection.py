@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
-from asyncdist.kernel.algorithms import recursive_doubling, ring
+from asyncdist.kernel.algorithms import recursive_doubling
 from asyncdist.kernel.algorithms.cost import Cost
 from asyncdist.kernel.algorithms.selection import CANDIDATES, DEFAULT, Model, candidates, choose, explain, forced_by
 
@@ -81,7 +81,7 @@ def test_seconds_are_the_weighted_sum_of_the_cost() -> None:
     assert recursive_doubling.all_reduce_cost(4, 100) == Cost(rounds=2, messages=2, nbytes=200, reduced=200)
     assert recursive_doubling.all_reduce_cost(5, 100) == Cost(rounds=4, messages=4, nbytes=400, reduced=300)
     assert recursive_doubling.halving_all_reduce_cost(4, 100) == Cost(rounds=4, messages=4, nbytes=150, reduced=75)
-    assert ring.all_reduce_cost(5, 100) == Cost(rounds=8, messages=8, nbytes=160, reduced=80)
+    assert CANDIDATES["all_reduce"][1].cost(5, 100, DEFAULT) == Cost(rounds=8, messages=8, nbytes=160, reduced=80)
 
 
 # -- forcing ---------------------------------------------------------------------------------------
