@@ -9,7 +9,7 @@ device and the last is copied back. The CPU group applies the same collective to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -39,21 +39,6 @@ class Staged(DeviceCollectives):
     @classmethod
     def probe(cls) -> str | None:
         return cuda_missing()
-
-    def capabilities(self) -> Mapping[str, Any]:
-        return {}
-
-    def refusal(self, all_capabilities: Sequence[Mapping[str, Any]]) -> str | None:
-        return None
-
-    def start(self, all_capabilities: Sequence[Mapping[str, Any]]) -> None:
-        pass
-
-    def abort(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     # -- between device and host ---------------------------------------------------------------
     # torch caches pinned memory, and does not reuse a buffer before the queued copies from and to it have completed.
@@ -96,42 +81,31 @@ class Staged(DeviceCollectives):
             to_host: Whether this rank contributes data.
             to_device: Whether this rank receives a result.
         """
-        if memory.nbytes <= self._piece_nbytes:
-            self._in_one_piece(memory, start, *args, to_host=to_host, to_device=to_device)
-            return
+        streams = self.context.streams
         pieces = memory.tensor.split(max(1, self._piece_nbytes // memory.itemsize))
         copied: deque[tuple[torch.Tensor, DeviceEvent | None]] = deque()
         with_peers: deque[tuple[torch.Tensor, HostWork]] = deque()
         for step in range(len(pieces) + _PIPELINE_DEPTH - 1):
             if step < len(pieces):
                 piece = pieces[step]
-                empty = None if to_host else self.context.streams.pinned(piece.numel(), piece.dtype)
+                empty = None if to_host else streams.pinned(piece.numel(), piece.dtype)
                 copied.append(self._copy_to_host(piece) if empty is None else (empty, None))
             if 1 <= step <= len(pieces):
                 pinned, event = copied.popleft()
                 if event is not None:
                     event.synchronize()
-                with_peers.append((pinned, start(pinned, *args, timeout=self.context.remaining)))
+                # This thread runs the call of a single piece.
+                options = self._options | {"background": len(pieces) > 1}
+                with_peers.append((pinned, start(pinned, *args, **options)))
             if step >= 2:
                 pinned, work = with_peers.popleft()
                 work.wait()
                 if to_device:
-                    pieces[step - 2].copy_(pinned, non_blocking=True)
-
-    def _in_one_piece(
-        self, memory: Memory, start: Callable[..., HostWork], *args: Any, to_host: bool, to_device: bool
-    ) -> None:
-        pinned = self.context.streams.pinned(memory.count, memory.dtype)
-        if to_host:
-            pinned.copy_(memory.tensor, non_blocking=True)
-            self.context.streams.record_event().synchronize()
-        start(pinned, *args, **self._options).result()
-        if to_device:
-            copied = self.context.streams.copy_to_device(memory.tensor, pinned)
-            if memory.nbytes <= _SMALL_NBYTES:
-                # The caller's stream then need not wait for the copy. Where processes share the device, that would make
-                # the device change between them.
-                completes_soon(copied)
+                    event = streams.copy_to_device(pieces[step - 2], pinned)
+                    if memory.nbytes <= _SMALL_NBYTES:
+                        # The caller's stream then need not wait for the copy. Where processes share the device, that
+                        # would make the device change between them.
+                        completes_soon(event)
 
     # -- collectives ---------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from asyncdist.base.callables import Predicate
-from asyncdist.base.daemon_threads import SerialExecutor
+from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.error_text import describe_error
 from asyncdist.kernel.devices.completion_watcher import CompletionWatcher
 from asyncdist.kernel.devices.cuda_streams import CudaStreams
@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 # Seconds in which the copies in progress may end when this is closed.
 _CLOSE_TIMEOUT = 5.0
+# Seconds after which the thread ends when it has no call.
+_IDLE_TIMEOUT = 5.0
 
 
 class OwnerHasEnded(Exception):
@@ -48,7 +50,7 @@ class DeviceLending:
     def __init__(self, transport: str | None) -> None:
         self._transport = transport
         self._loop = asyncio.get_running_loop()
-        self._executor = SerialExecutor("asyncdist-device-loans")
+        self._executor = DaemonThreadPool("asyncdist-device-loans", max_threads=1, idle_timeout=_IDLE_TIMEOUT)
         self._watcher = CompletionWatcher("asyncdist-watch-device-loans")
         self._made: dict[torch.device, DeviceLoans] = {}
         self._refusals: dict[torch.device, str] = {}
@@ -192,7 +194,7 @@ class DeviceLending:
         if self._is_used:
             # This executor runs no call after `close`, which unmaps everything.
             with contextlib.suppress(RuntimeError):
-                self._executor.put(lambda: self._forget(owner))
+                self._executor.submit(self._forget, owner)
 
     def _forget(self, owner: str) -> None:
         for loans in self._made.values():
@@ -212,29 +214,8 @@ class DeviceLending:
 
     def _run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Run a function that may block in the executor, and return the future of its result."""
-        done: asyncio.Future[T] = self._loop.create_future()
-
-        def resolve(result: T | None, error: Exception | None) -> None:
-            if done.cancelled():
-                return
-            if error is not None:
-                done.set_exception(error)
-            else:
-                done.set_result(result)  # type: ignore[arg-type]
-
-        def call() -> None:
-            result, failure = None, None
-            try:
-                result = function(*args)
-            except Exception as error:
-                failure = error
-            # The loop has ended with the process.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(resolve, result, failure)
-
         self._is_used = True
-        self._executor.put(call)
-        return done
+        return self._loop.run_in_executor(self._executor, function, *args)
 
     async def close(self) -> None:
         """Release all memory when the copies in progress are complete. All owners have been abandoned.
@@ -248,7 +229,7 @@ class DeviceLending:
                 task.cancel()
         if self._is_used:
             await asyncio.wait([self._run(self._close_loans)], timeout=_CLOSE_TIMEOUT)
-        self._executor.close(lambda: None)
+        self._executor.shutdown(wait=False)
         self._watcher.remove_unfinished()
         self._watcher.close()
 

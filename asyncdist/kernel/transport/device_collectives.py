@@ -141,16 +141,15 @@ class DeviceCollectives(ABC):
 
     # -- start -----------------------------------------------------------------------------
 
-    @abstractmethod
     def capabilities(self) -> Capabilities:
         """Return this rank's properties for the other ranks, as plain data."""
+        return {}
 
-    @abstractmethod
     def refusal(self, all_capabilities: Sequence[Capabilities]) -> str | None:
         """Return why these ranks cannot use the backend; None if they can. Must depend on the argument alone."""
+        return None
 
-    @abstractmethod
-    def start(self, all_capabilities: Sequence[Capabilities]) -> None:
+    def start(self, all_capabilities: Sequence[Capabilities]) -> None:  # noqa: B027 - optional
         """Connect to the other ranks. Blocks; raises an error that says why the backend cannot be used."""
 
     # -- use -------------------------------------------------------------------------------
@@ -170,12 +169,10 @@ class DeviceCollectives(ABC):
         """
         return
 
-    @abstractmethod
-    def abort(self) -> None:
+    def abort(self) -> None:  # noqa: B027 - a backend whose streams wait for no peer has nothing to do
         """End the device's waits for peers, because the group has failed. Never blocks."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - optional
         """Release all resources. Called once, after the last collective."""
 
     # -- collectives ---------------------------------------------------------------------------

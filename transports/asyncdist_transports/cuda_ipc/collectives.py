@@ -29,7 +29,7 @@ from asyncdist.kernel.memory.buffers import Memory, TensorBlocks
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic
 from asyncdist.kernel.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.kernel.transport.device_loans import DeviceLoans
-from asyncdist.kernel.transport.device_p2p import DeviceP2P
+from asyncdist.kernel.transport.device_p2p import DeviceP2P, TransferRefused
 from asyncdist.kernel.transport.device_streams import DeviceEvent, Streams, passes
 from asyncdist.kernel.transport.native import CallSignature
 from asyncdist_transports.cuda_ipc.driver import Driver
@@ -99,16 +99,9 @@ class CudaIpc(DeviceCollectives):
                     self._driver.event_of(capabilities["ready"]),
                     self._driver.event_of(capabilities["done"]),
                 )
-                is_mapped_right = self._memory.is_mapped_right(rank, capabilities["probe"])
-            except RuntimeError as cause:
-                raise TransportUnavailableError(
-                    f"the memory of rank {rank}'s device cannot be mapped: {cause}"
-                ) from cause
-            if not is_mapped_right:
-                raise TransportUnavailableError(f"the memory mapped from rank {rank}'s device is not that rank's")
-
-    def abort(self) -> None:
-        """Do nothing: the stream waits for no other rank."""
+                self._memory.verify(rank, capabilities["probe"])
+            except (RuntimeError, TransferRefused) as cause:
+                raise TransportUnavailableError(f"the memory of rank {rank} cannot be used: {cause}") from cause
 
     def close(self) -> None:
         self._memory.close((self._ready, self._done))

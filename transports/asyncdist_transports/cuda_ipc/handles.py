@@ -1,4 +1,4 @@
-"""Device memory shared between processes: exported and imported allocations.
+"""Device memory and events shared between processes: exported and imported allocations, interprocess events.
 
 A tensor is exported as its allocation's handle and the tensor's offset in the allocation. torch places many tensors in few
 large allocations, so both sides cache: the exporter caches handles, the importer caches mappings. CUDA reuses addresses
@@ -8,12 +8,13 @@ after a free, so the caches compare the allocation's unique number.
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
-from typing import NamedTuple
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
 
 import torch
 
 from asyncdist.base.callables import Callback
+from asyncdist.kernel.transport.device_p2p import TransferRefused
 from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Allocation, Driver
 
 _KEPT_MAPPINGS = 256
@@ -24,6 +25,8 @@ _EXPORTED = struct.Struct(f"<QQQQ{HANDLE_NBYTES}s")
 
 Peer = int | str
 """Another process: a rank of a group, or the id of a process in no common group."""
+Event = tuple[Any, bytes]
+"""An interprocess event of this process, and its handle."""
 
 
 class ExportedMemory(NamedTuple):
@@ -126,7 +129,13 @@ class Imports:
         self._mapped: OrderedDict[tuple[Peer, int], _Mapping] = OrderedDict()
 
     def open(self, peer: Peer, exported: ExportedMemory) -> torch.Tensor:
-        """Return the exported memory of a peer as a uint8 tensor. Raises RuntimeError if CUDA cannot map it."""
+        """Return the exported memory of a peer as a uint8 tensor. Raises TransferRefused if CUDA cannot map it."""
+        try:
+            return self._open(peer, exported)
+        except RuntimeError as cause:
+            raise TransferRefused(f"its device's memory cannot be mapped: {cause}") from cause
+
+    def _open(self, peer: Peer, exported: ExportedMemory) -> torch.Tensor:
         key = peer, exported.base
         mapping = self._mapped.get(key)
         if mapping is None or mapping.number != exported.number:
@@ -159,3 +168,43 @@ class Imports:
         while self._mapped:
             _, mapping = self._mapped.popitem()
             self._driver.unmap(mapping.address)
+
+
+class EventPool:
+    """Interprocess events: the free ones of this process, by the peer that uses them, and those opened from peers.
+
+    They are used again, because making one takes longer than recording it.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._free: dict[Peer, list[Event]] = defaultdict(list)
+        self.made: list[Event] = []
+        self._peer_events: dict[tuple[Peer, bytes], Any] = {}
+
+    def acquire(self, peer: Peer) -> Event:
+        """Return an event whose earlier records the peer needs no more."""
+        free = self._free[peer]
+        if free:
+            return free.pop()
+        self.made.append(made := self._driver.event())
+        return made
+
+    def release(self, peer: Peer, event: Event) -> None:
+        """Return an event to the pool; the peer needs its last record no more, or its stream waits for it already."""
+        self._free[peer].append(event)
+
+    def of(self, peer: Peer, handle: bytes) -> Any:
+        """Return a peer's event, opened on first use. Raises TransferRefused if CUDA cannot open it."""
+        found = self._peer_events.get((peer, handle))
+        if found is None:
+            try:
+                found = self._peer_events[peer, handle] = self._driver.event_of(handle)
+            except RuntimeError as cause:
+                raise TransferRefused(f"an event of its device cannot be opened: {cause}") from cause
+        return found
+
+    def forget(self, peer: Peer) -> None:
+        """Close the events opened from a peer that has ended."""
+        for key in [key for key in self._peer_events if key[0] == peer]:
+            del self._peer_events[key]

@@ -16,8 +16,7 @@ from asyncdist.kernel.transport.device_loans import DeviceLoan, DeviceLoans
 from asyncdist.kernel.transport.device_p2p import TransferRefused
 from asyncdist.kernel.transport.device_streams import DeviceEvent, Streams, becomes_idle
 from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Driver
-from asyncdist_transports.cuda_ipc.events import EventPool
-from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory
+from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, EventPool, ExportedMemory
 from asyncdist_transports.cuda_ipc.peer_memory import IDLE_TIMEOUT, PeerMemory
 
 _LOCATION = struct.Struct(f"<{EXPORTED_NBYTES}s{HANDLE_NBYTES}s")
@@ -71,11 +70,7 @@ class CudaIpcLoans(DeviceLoans):
         self._memory.verify(owner, probe)
 
     def ready(self, owner: str, location: bytes) -> DeviceEvent:
-        _, handle = _LOCATION.unpack(location)
-        try:
-            event: DeviceEvent = self._events.of(owner, handle)
-        except RuntimeError as cause:
-            raise TransferRefused(f"an event of its device cannot be opened: {cause}") from cause
+        event: DeviceEvent = self._events.of(owner, _LOCATION.unpack(location)[1])
         return event
 
     def read(
@@ -88,9 +83,9 @@ class CudaIpcLoans(DeviceLoans):
                     exported, _ = _LOCATION.unpack(location)
                     # The next mapping may take the place of this one, and then waits for its copy.
                     target.copy_(self._memory.imports.open(owner, ExportedMemory.unpack(exported)))
-            except RuntimeError as cause:
+            except (RuntimeError, TransferRefused) as cause:
                 becomes_idle(self.streams, IDLE_TIMEOUT)
-                raise TransferRefused(f"its device's memory cannot be mapped: {cause}") from cause
+                raise TransferRefused(str(cause)) from cause
             return self.streams.record_event()
 
     def forget(self, owner: str) -> None:

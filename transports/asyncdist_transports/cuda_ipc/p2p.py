@@ -32,8 +32,7 @@ from asyncdist.kernel.transport.device_p2p import (
 )
 from asyncdist.kernel.transport.device_streams import DeviceEvent
 from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Driver
-from asyncdist_transports.cuda_ipc.events import Event, EventPool
-from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory
+from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, Event, EventPool, ExportedMemory
 from asyncdist_transports.cuda_ipc.peer_memory import PROBE_NBYTES, PeerMemory
 
 _OFFER = struct.Struct(f"<16s{PROBE_NBYTES}s{EXPORTED_NBYTES}s{HANDLE_NBYTES}s")
@@ -86,12 +85,9 @@ class CudaIpcP2P(DeviceP2P):
         machine, probe, location, handle = _OFFER.unpack_from(offer)
         if machine != self._machine:
             raise TransferRefused("it is on another host")
-        try:
-            self._memory.verify(peer, probe)
-            sent = self._memory.imports.open(peer, ExportedMemory.unpack(location))
-            offered = self._events.of(peer, handle)
-        except RuntimeError as cause:
-            raise TransferRefused(f"its device's memory cannot be mapped: {cause}") from cause
+        self._memory.verify(peer, probe)
+        sent = self._memory.imports.open(peer, ExportedMemory.unpack(location))
+        offered = self._events.of(peer, handle)
         for (number,) in _ACKNOWLEDGED.iter_unpack(offer[_OFFER.size :]):
             self._events.release(peer, self._answered.pop((peer, number)))
         yield from self._passed(offered)
@@ -107,9 +103,6 @@ class CudaIpcP2P(DeviceP2P):
         """Wait until the device of the peer has passed an event."""
         if not event.query():
             yield self._context.when_passed(event)
-
-    def abort(self) -> None:
-        """Do nothing: the stream waits for no other rank."""
 
     def close(self) -> None:
         self._memory.close(self._events.made)

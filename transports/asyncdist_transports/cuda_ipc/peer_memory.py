@@ -37,7 +37,7 @@ class PeerMemory:
     Attributes:
         exports: Memory of this process.
         imports: Mapped memory of its peers.
-        probe: Location of some bytes of this process's device, and these bytes; `is_mapped_right` checks it on peers.
+        probe: Location of some bytes of this process's device, and these bytes; `verify` checks it on peers.
     """
 
     def __init__(self, driver: Driver, streams: Streams) -> None:
@@ -55,14 +55,19 @@ class PeerMemory:
         self.probe = self.exports.export(memory, 0)[1].pack() + random
 
     def verify(self, peer: Peer, probe: bytes) -> None:
-        """Check once per peer that the memory mapped from it is its own. Raises TransferRefused."""
+        """Check once per peer that the memory mapped from it is its own. Raises TransferRefused.
+
+        A handle may refer to other memory, as between containers that number their processes alike.
+        """
         if peer in self._verified:
             return
+        location, random = ExportedMemory.unpack(probe[:EXPORTED_NBYTES]), probe[EXPORTED_NBYTES:]
         try:
-            is_mapped_right = self.is_mapped_right(peer, probe)
+            with self._probe_streams.on_comm_stream():
+                found = bytes(self.imports.open(peer, location).cpu().numpy())
         except RuntimeError as cause:
-            raise TransferRefused(f"its device's memory cannot be mapped: {cause}") from cause
-        if not is_mapped_right:
+            raise TransferRefused(f"its device's memory cannot be read: {cause}") from cause
+        if found != random:
             raise TransferRefused("the memory mapped from its device is not the sender's")
         self._verified.add(peer)
 
@@ -70,16 +75,6 @@ class PeerMemory:
         """Unmap the memory of a peer that has ended."""
         self._verified.discard(peer)
         self.imports.forget(peer)
-
-    def is_mapped_right(self, peer: Peer, probe: bytes) -> bool:
-        """Map the probe of a peer; return whether the mapped memory is that peer's.
-
-        A handle may refer to other memory, as between containers that number their processes alike. Raises RuntimeError
-        if CUDA cannot map the memory.
-        """
-        location, random = ExportedMemory.unpack(probe[:EXPORTED_NBYTES]), probe[EXPORTED_NBYTES:]
-        with self._probe_streams.on_comm_stream():
-            return bytes(self.imports.open(peer, location).cpu().numpy()) == random
 
     def _wait_until_idle(self) -> None:
         if not becomes_idle(self._streams, IDLE_TIMEOUT):
