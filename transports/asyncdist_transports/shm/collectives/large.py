@@ -19,21 +19,63 @@ from asyncdist.kernel.memory.buffers import Memory, TensorBlocks, block_memories
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic
 from asyncdist.kernel.transport.native import CallSignature, PreparedCall, all_gather_rows
 from asyncdist_transports.shm.collectives import zero_copy
-from asyncdist_transports.shm.collectives.piece_layout import Pieces, head_nbytes
 from asyncdist_transports.shm.collectives.slot_table import DONE, SlotMember, SlotTable
 from asyncdist_transports.shm.collectives.small import Blocks, every_member_reduces
-from asyncdist_transports.shm.collectives.staging import CollectiveState, PieceAction
+from asyncdist_transports.shm.collectives.staging import CollectiveState, PieceAction, Pieces, head_nbytes
 from asyncdist_transports.shm.collectives.streaming import StagedStream
 
-PieceReader = Callable[[Pieces, int, int], None]
-"""``read(pieces, k, round_index)`` reads the k-th piece of every block, in the areas of that round."""
+
+class BlockPieces(Pieces):
+    """Pieces of one block for all members, or of one for each other member; registered blocks are read in place.
+
+    Args:
+        by_reader: Whether a member has a block for each other member.
+        table: The index in a member's table of locations of its block, of its first one if ``by_reader``; -1 if the
+            location that it posts is that of its block.
+    """
+
+    __slots__ = ("_by_reader", "_table")
+
+    def __init__(
+        self, state: CollectiveState, dtype: torch.dtype, *, by_reader: bool = False, table: int = -1, head: int = 0
+    ) -> None:
+        super().__init__(state, max(1, state.slots.size - 1) if by_reader else 1, dtype, head=head)
+        self._by_reader, self._table = by_reader, table
+
+    def stage_for_all(self, blocks: Sequence[Memory], k: int, round_index: int) -> None:
+        """Stage the k-th pieces of this member's blocks for the other members."""
+        for member in self.slots.others:
+            self.stage(_block_index(member.rank, self.slots.rank), blocks[member.rank], k, round_index)
+
+    def of_member(self, member: SlotMember, k: int, count: int, round_index: int) -> torch.Tensor:
+        """Return the k-th piece of the block that a member has for this one: where it lies, or staged."""
+        slots, rank = self.slots, self.slots.rank
+        location = self.state.locations[member.rank]
+        if location and self._table >= 0:
+            location = slots.table(self.number, member.rank)[self._table + (rank if self._by_reader else 0)]
+        if location:
+            return slots.view(member.rank, location - 1 + k * self.step * self.dtype.itemsize, count, self.dtype)
+        block = _block_index(rank, member.rank) if self._by_reader else 0
+        return self.staged(member.rank, block, count, round_index)
+
+    def receive(self, member: SlotMember, room: Memory, k: int, round_index: int) -> None:
+        """Copy the k-th piece of the block that a member has for this one."""
+        piece = self.of(room, k)
+        if piece.numel():
+            piece.copy_(self.of_member(member, k, piece.numel(), round_index))
+
+    def reduce(self, own: Memory, out: Memory, arithmetic: Arithmetic, k: int, round_index: int) -> None:
+        """Reduce the k-th pieces of this member's block and of those that the others have for it."""
+        piece = self.of(out, k)
+        others = [self.of_member(member, k, piece.numel(), round_index) for member in self.slots.others]
+        arithmetic.reduce([self.of(own, k), *others], piece)
 
 
 class Large:
     """Collectives in rounds."""
 
-    def __init__(self, slots: SlotTable, views: zero_copy.PeerViews, stream: StagedStream) -> None:
-        self._slots, self._views, self._stream = slots, views, stream
+    def __init__(self, slots: SlotTable, stream: StagedStream) -> None:
+        self._slots, self._stream = slots, stream
         self._rank, self._size = slots.rank, slots.size
         self._others = slots.others
 
@@ -89,9 +131,7 @@ class Large:
                 inputs[self._rank] = own
             arithmetic.reduce(inputs, own)
 
-        def stage(k: int, round_index: int) -> None:
-            pieces.stage(0, memory, k, round_index)
-
+        stage = functools.partial(pieces.stage, 0, memory)
         yield from self._stage_and_read(state, "all_reduce", pieces, memory.count, stage, read, reads_open=False)
 
     def _stage_and_read(
@@ -145,75 +185,58 @@ class Large:
     def _reduce(self, signature: CallSignature, number: int, tensor: torch.Tensor) -> Schedule:
         memory = flat_memory(tensor)
 
-        def read(pieces: Pieces, k: int, round_index: int) -> None:
-            own = pieces.of(memory, k)
-            locations = pieces.state.locations
-            others = [
-                self._peer_piece(pieces, each, locations[each.rank], 0, k, own.numel(), round_index)
-                for each in self._others
-            ]
-            signature.arithmetic.reduce([own, *others], own)
+        def read(pieces: BlockPieces, k: int, round_index: int) -> None:
+            pieces.reduce(memory, memory, signature.arithmetic, k, round_index)
 
         return self._rooted(signature, number, memory, read, outward=False)
 
     def _rooted(
-        self, signature: CallSignature, number: int, memory: Memory, read: PieceReader, *, outward: bool
+        self,
+        signature: CallSignature,
+        number: int,
+        memory: Memory,
+        read: Callable[[BlockPieces, int, int], None],
+        *,
+        outward: bool,
     ) -> Schedule:
         """Move data between the root and all other members: each reader reads all of a sender's memory."""
-        root = signature.root
-        peers = self._others if self._rank == root else [self._slots.members_by_rank[root]]
-        sends = outward == (self._rank == root)
-        state = CollectiveState(
-            self._slots,
-            number,
-            signature.fingerprint,
-            zero_copy.shared_location(self._slots, memory.tensor)
-            if sends and memory.nbytes >= zero_copy.MIN_NBYTES
-            else 0,
-        )
-        pieces = Pieces(state, 1, memory.dtype)
-        count = 1 if state.location else pieces.round_count(memory.count)
         yield from self._slots.enter(number)
-        if sends:
-            stage = functools.partial(pieces.stage, 0, memory)
-            yield from self._stream.run_rounds(
-                state, (signature.collective.name, memory.dtype), count, pieces.nbytes, stage, None, (), peers
-            )
+        in_place = outward == (self._rank == signature.root) and memory.nbytes >= zero_copy.MIN_NBYTES
+        location = zero_copy.shared_location(self._slots, memory.tensor) if in_place else 0
+        pieces = BlockPieces(CollectiveState(self._slots, number, signature.fingerprint, location), memory.dtype)
+        stage = functools.partial(pieces.stage, 0, memory)
+        read_pieces = functools.partial(read, pieces)
+        yield from self._to_or_from_root(signature, pieces, memory.count, stage, read_pieces, outward=outward)
+
+    def _to_or_from_root(
+        self,
+        signature: CallSignature,
+        pieces: Pieces,
+        most: int,
+        stage: PieceAction,
+        read: PieceAction,
+        *,
+        outward: bool,
+    ) -> Schedule:
+        """Let the senders stage ``most`` elements, and the readers read them: from the root if ``outward``, else to it."""
+        state, at_root = pieces.state, self._rank == signature.root
+        peers = self._others if at_root else [self._slots.members_by_rank[signature.root]]
+        count = 1 if state.location else pieces.round_count(most)
+        if outward == at_root:
+            kind = signature.collective.name, pieces.dtype
+            yield from self._stream.run_rounds(state, kind, count, pieces.nbytes, stage, None, (), peers)
         else:
-            yield from state.run_rounds(count, None, functools.partial(read, pieces), peers, ())
+            yield from state.run_rounds(count, None, read, peers, ())
         yield from state.finish(peers)
-
-    def _peer_piece(
-        self, pieces: Pieces, member: SlotMember, location: int, block: int, k: int, count: int, round_index: int
-    ) -> torch.Tensor:
-        """Return the k-th piece of a member's block: from ``location`` on, or staged if that is 0."""
-        if not location:
-            return pieces.staged(member.rank, block, count, round_index)
-        offset = location - 1 + k * pieces.step * pieces.dtype.itemsize
-        return self._views(member.rank, offset, count, pieces.dtype)
-
-    def _table_location(self, state: CollectiveState, member: SlotMember, index: int) -> int:
-        """Return a location from a member's table, 0 if the member stages."""
-        return state.locations[member.rank] and self._slots.table(state.number, member.rank)[index]
 
     def _reduce_scatter(self, signature: CallSignature, number: int, output: torch.Tensor, inputs: Blocks) -> Schedule:
         """Each member reduces the blocks that all members have for it, with one synchronisation a piece."""
         own = flat_memory(output)
         blocks = copy_overlapping_inputs(self._blocks(inputs), [own], {self._rank: 0})
         state = yield from self._begin_with_table(number, signature.fingerprint, blocks)
-        pieces = Pieces(state, max(1, self._size - 1), own.dtype)
-
-        def stage(k: int, round_index: int) -> None:
-            for member in self._others:
-                pieces.stage(_block_index(member.rank, self._rank), blocks[member.rank], k, round_index)
-
-        def read(k: int, round_index: int) -> None:
-            piece = pieces.of(own, k)
-            others = [
-                self._piece_for_this_rank(pieces, member, k, piece.numel(), round_index) for member in self._others
-            ]
-            signature.arithmetic.reduce([pieces.of(blocks[self._rank], k), *others], piece)
-
+        pieces = BlockPieces(state, own.dtype, by_reader=True, table=0)
+        stage = functools.partial(pieces.stage_for_all, blocks)
+        read = functools.partial(pieces.reduce, blocks[self._rank], own, signature.arithmetic)
         most = max(block.count for block in blocks)
         yield from self._stage_and_read(state, "reduce_scatter", pieces, most, stage, read)
         yield from state.finish(self._others)
@@ -224,22 +247,13 @@ class Large:
         location = zero_copy.post_locations(self._slots, number, [block.tensor for block in blocks], offset)
         return CollectiveState(self._slots, number, fingerprint, location)
 
-    def _piece_for_this_rank(
-        self, pieces: Pieces, member: SlotMember, k: int, count: int, round_index: int, offset: int = 0
-    ) -> torch.Tensor:
-        """Return the k-th piece of the block that a member has for this member."""
-        location = self._table_location(pieces.state, member, offset + self._rank)
-        return self._peer_piece(pieces, member, location, _block_index(self._rank, member.rank), k, count, round_index)
-
     # -- moving --------------------------------------------------------------------------------
 
     def _broadcast(self, signature: CallSignature, number: int, tensor: torch.Tensor) -> Schedule:
         memory, root = flat_memory(tensor), signature.root
 
-        def read(pieces: Pieces, k: int, round_index: int) -> None:
-            piece = pieces.of(memory, k)
-            source, location = self._slots.members_by_rank[root], pieces.state.locations[root]
-            piece.copy_(self._peer_piece(pieces, source, location, 0, k, piece.numel(), round_index))
+        def read(pieces: BlockPieces, k: int, round_index: int) -> None:
+            pieces.receive(self._slots.members_by_rank[root], memory, k, round_index)
 
         return self._rooted(signature, number, memory, read, outward=True)
 
@@ -251,7 +265,7 @@ class Large:
         yield from state.finish(self._others)
 
     def _gather_row(self, state: CollectiveState, row: int, blocks: Sequence[Memory], own: Memory) -> Schedule:
-        pieces = Pieces(state, 1, own.dtype)
+        pieces = BlockPieces(state, own.dtype, table=row)
         own_room = blocks[self._rank]
         in_place = own is own_room or own.tensor.data_ptr() == own_room.tensor.data_ptr()
 
@@ -260,17 +274,9 @@ class Large:
             if not in_place:
                 pieces.of(own_room, k).copy_(pieces.of(own, k))
             for member in self._others:
-                piece = pieces.of(blocks[member.rank], k)
-                if piece.numel():
-                    piece.copy_(
-                        self._peer_piece(
-                            pieces, member, self._table_location(state, member, row), 0, k, piece.numel(), round_index
-                        )
-                    )
+                pieces.receive(member, blocks[member.rank], k, round_index)
 
-        def stage(k: int, round_index: int) -> None:
-            pieces.stage(0, own, k, round_index)
-
+        stage = functools.partial(pieces.stage, 0, own)
         yield from self._stage_and_read(state, "all_gather", pieces, max(block.count for block in blocks), stage, read)
 
     def _gather(self, signature: CallSignature, number: int, gathered: Blocks | None, tensor: torch.Tensor) -> Schedule:
@@ -279,14 +285,9 @@ class Large:
             (own,) = copy_overlapping_inputs([own], blocks, {0: self._rank})
             blocks[self._rank].tensor.copy_(own.tensor)
 
-        def read(pieces: Pieces, k: int, round_index: int) -> None:
+        def read(pieces: BlockPieces, k: int, round_index: int) -> None:
             for member in self._others:
-                piece = pieces.of(blocks[member.rank], k)
-                piece.copy_(
-                    self._peer_piece(
-                        pieces, member, pieces.state.locations[member.rank], 0, k, piece.numel(), round_index
-                    )
-                )
+                pieces.receive(member, blocks[member.rank], k, round_index)
 
         return self._rooted(signature, number, own, read, outward=False)
 
@@ -298,26 +299,13 @@ class Large:
         if blocks:
             own.tensor.copy_(blocks[self._rank].tensor)
         state = yield from self._begin_with_table(number, signature.fingerprint, blocks)
-        pieces = Pieces(state, max(1, self._size - 1), own.dtype)
-        count = 1 if state.location else pieces.round_count(own.count)
-        if self._rank == root:
-
-            def stage(k: int, round_index: int) -> None:
-                for member in self._others:
-                    pieces.stage(_block_index(member.rank, root), blocks[member.rank], k, round_index)
-
-            kind = "scatter", own.dtype
-            yield from self._stream.run_rounds(state, kind, count, pieces.nbytes, stage, None, (), self._others)
-            yield from state.finish(self._others)
-            return
-        source = self._slots.members_by_rank[root]
+        pieces = BlockPieces(state, own.dtype, by_reader=True, table=0)
+        stage = functools.partial(pieces.stage_for_all, blocks)
 
         def read(k: int, round_index: int) -> None:
-            piece = pieces.of(own, k)
-            piece.copy_(self._piece_for_this_rank(pieces, source, k, piece.numel(), round_index))
+            pieces.receive(self._slots.members_by_rank[root], own, k, round_index)
 
-        yield from state.run_rounds(count, None, read, [source], ())
-        yield from state.finish(())
+        yield from self._to_or_from_root(signature, pieces, own.count, stage, read, outward=True)
 
     def _all_to_all(self, signature: CallSignature, number: int, output: Blocks, inputs: Blocks) -> Schedule:
         """Exchange blocks whose sizes differ by pair, so that members may need different numbers of rounds.
@@ -346,22 +334,17 @@ class Large:
     def _exchange_blocks(
         self, state: CollectiveState, incoming: Sequence[Memory], outgoing: Sequence[Memory]
     ) -> Schedule:
-        pieces = Pieces(state, max(1, self._size - 1), outgoing[0].dtype, head=head_nbytes(self._size))
-
-        def stage(k: int, round_index: int) -> None:
-            for member in self._others:
-                pieces.stage(_block_index(member.rank, self._rank), outgoing[member.rank], k, round_index)
+        dtype, head = outgoing[0].dtype, head_nbytes(self._size)
+        pieces = BlockPieces(state, dtype, by_reader=True, table=self._size, head=head)
 
         def read(k: int, round_index: int) -> None:
             pieces.of(incoming[self._rank], k).copy_(pieces.of(outgoing[self._rank], k))
             for member in self._others:
-                block = incoming[member.rank]
                 if k == 0:
-                    self._check_size(state.number, member, block)
-                piece = pieces.of(block, k)
-                if piece.numel():
-                    piece.copy_(self._piece_for_this_rank(pieces, member, k, piece.numel(), round_index, self._size))
+                    self._check_size(state.number, member, incoming[member.rank])
+                pieces.receive(member, incoming[member.rank], k, round_index)
 
+        stage = functools.partial(pieces.stage_for_all, outgoing)
         most = max(memory.count for memory in (*incoming, *outgoing))
         yield from self._stage_and_read(state, "all_to_all", pieces, most, stage, read)
         yield from state.finish(self._others)

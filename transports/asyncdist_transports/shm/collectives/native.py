@@ -47,8 +47,8 @@ class ShmNative(Native):
         self.slots, self._place = slots, place
         self._piece_nbytes = piece_nbytes
         self._publisher = publisher
-        self._views, self.stream = zero_copy.PeerViews(slots), StagedStream()
-        self._large = Large(slots, self._views, self.stream)
+        self.stream = StagedStream()
+        self._large = Large(slots, self.stream)
 
     def open(self) -> None:
         self._publisher.publish_slots(self.slots, self._place)
@@ -83,7 +83,7 @@ class ShmNative(Native):
             yield from large.all_reduce_staged(state, Memory(tensor.view(-1)), signature.arithmetic)
             slots.publish(state.number, DONE)
 
-        reduce_in_place = zero_copy.ZeroCopyAllReduce(slots, self._views, signature, self._piece_nbytes, finish_staged)
+        reduce_in_place = zero_copy.ZeroCopyAllReduce(slots, signature, self._piece_nbytes, finish_staged)
 
         def start(number: int, tensor: torch.Tensor) -> Schedule | None:
             location = zero_copy.shared_location(slots, tensor)
@@ -99,7 +99,7 @@ class ShmNative(Native):
             yield from self._large.all_reduce_coalesced_staged(state, flat, arithmetic)
 
         reduce_in_place = zero_copy.CoalescedZeroCopyAllReduce(
-            slots, self._views, signature, self._piece_nbytes, finish_staged, signature.sizes
+            slots, signature, self._piece_nbytes, finish_staged, signature.sizes
         )
 
         def start(number: int, tensors: Sequence[torch.Tensor]) -> Schedule:

@@ -48,7 +48,7 @@ DONE = (1 << SHIFT) - 1
 FINISHED = DONE - 1
 STREAM_PIECES = 16
 _LINES_NBYTES = PAGE_NBYTES
-_CACHED_AREAS = 4096
+_CACHED_VIEWS = 8192
 
 
 class SlotMember:
@@ -130,7 +130,7 @@ class SlotTable:
         # By area: the number, round and readers of its last use, for `wait_reusable`.
         self._staged: dict[int, tuple[int, int, Sequence[SlotMember]]] = {}
         self._tables: dict[int, memoryview] = {}
-        self._areas: BoundedCache[tuple[int, int, int, torch.dtype], torch.Tensor] = BoundedCache(_CACHED_AREAS)
+        self._views: BoundedCache[tuple[int, int, int, torch.dtype], torch.Tensor] = BoundedCache(_CACHED_VIEWS)
         self.last_numbers = [0] * SLOTS
         """The last collective in each slot."""
         self.posted: list[object] = [None] * SLOTS
@@ -345,14 +345,17 @@ class SlotTable:
 
     def location_of(self, number: int, rank: int, start: int) -> int:
         """Return the location that a member posts if its data starts there: see `first_half`."""
-        return 1 + self._area_start(number % SLOTS * 2, rank)[1] + start
+        return 1 + self._area_start(number % SLOTS * 2, rank) + start
 
     def _area(self, index: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        key = (index * self.size + rank, start, count, dtype)
-        tensor = self._areas.get(key)
+        return self.view(rank, self._area_start(index, rank) + start, count, dtype)
+
+    def view(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``count`` elements of a member's arena from byte ``offset`` on. Training uses the same in each step."""
+        key = (rank, offset, count, dtype)
+        tensor = self._views.get(key)
         if tensor is None:
-            mapping, offset = self._area_start(index, rank)
-            tensor = self._areas.add(key, mapping.tensor(offset + start, count, dtype))
+            tensor = self._views.add(key, self._mapping(rank).tensor(offset, count, dtype))
         return tensor
 
     def table(self, number: int, rank: int) -> memoryview:
@@ -360,14 +363,16 @@ class SlotTable:
         index = number % SLOTS * 2
         words = self._tables.get(index * self.size + rank)
         if words is None:
-            mapping, offset = self._area_start(index, rank)
-            words = self._tables[index * self.size + rank] = mapping.words(offset, self.area_nbytes // 8)
+            words = self._mapping(rank).words(self._area_start(index, rank), self.area_nbytes // 8)
+            self._tables[index * self.size + rank] = words
         return words
 
-    def _area_start(self, index: int, rank: int) -> tuple[ArenaMapping, int]:
-        member = self.members_by_rank.get(rank)
-        mapping, offset = (self.arena.mapping, self.block.offset) if member is None else (member.mapping, member.offset)
-        return mapping, offset + _LINES_NBYTES + index * self.area_nbytes
+    def _mapping(self, rank: int) -> ArenaMapping:
+        return self.arena.mapping if rank == self.rank else self.members_by_rank[rank].mapping
+
+    def _area_start(self, index: int, rank: int) -> int:
+        offset = self.block.offset if rank == self.rank else self.members_by_rank[rank].offset
+        return offset + _LINES_NBYTES + index * self.area_nbytes
 
     def wait_reusable(self, number: int, round_index: int, readers: Sequence[SlotMember]) -> Schedule:
         """Wait until every reader has read the last contents of this member's area; ``readers`` read the next ones."""

@@ -21,10 +21,9 @@ from asyncdist.kernel.memory.buffers import view_at
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic, on_arrays
 from asyncdist.kernel.memory.shared_arena import ALIGNMENT
 from asyncdist.kernel.transport.native import CallSignature, PreparedCall
-from asyncdist_transports.shm.collectives.piece_layout import head_nbytes
 from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, LOCATION, RESULT, SLOTS, SlotTable
 from asyncdist_transports.shm.collectives.small_exchange import Bind, Moves, MovesOf, NonUniformBlocks, SmallExchange
-from asyncdist_transports.shm.collectives.staging import POSTED, STAGED
+from asyncdist_transports.shm.collectives.staging import POSTED, STAGED, head_nbytes
 
 MOST_NBYTES = 256 << 10
 """Most bytes that a member stages, except in an all-reduce. Larger tensors use rounds or zero-copy access.

@@ -18,7 +18,7 @@ import torch
 
 from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.memory.bounded_cache import BoundedCache
-from asyncdist.kernel.memory.shared_arena import ALIGNMENT, ArenaMapping
+from asyncdist.kernel.memory.shared_arena import ALIGNMENT
 from asyncdist.kernel.transport.native import CallSignature
 from asyncdist_transports.shm.collectives.slot_table import (
     CALL,
@@ -35,25 +35,7 @@ from asyncdist_transports.shm.collectives.staging import POSTED, CollectiveState
 MIN_NBYTES = 32 << 10
 """Smaller messages are staged: two copies within the cache cost less than a second synchronisation."""
 
-_CACHED_VIEWS = 4096
 _CACHED_TENSORS = 64
-
-
-class PeerViews:
-    """Cached tensor views of members' registered memory; training uses the same ones in each step."""
-
-    def __init__(self, slots: SlotTable) -> None:
-        self._mappings: dict[int, ArenaMapping] = {member.rank: member.mapping for member in slots.others}
-        self._mappings[slots.rank] = slots.arena.mapping
-        self._cached: BoundedCache[tuple[int, int, int, torch.dtype], torch.Tensor] = BoundedCache(_CACHED_VIEWS)
-
-    def __call__(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``count`` elements of a member's arena from byte ``offset`` on."""
-        key = (rank, offset, count, dtype)
-        tensor = self._cached.get(key)
-        if tensor is None:
-            tensor = self._cached.add(key, self._mappings[rank].tensor(offset, count, dtype))
-        return tensor
 
 
 def shared_location(slots: SlotTable, tensor: torch.Tensor) -> int:
@@ -96,13 +78,12 @@ class ZeroCopyAllReduce:
     def __init__(
         self,
         slots: SlotTable,
-        views: PeerViews,
         signature: CallSignature,
         piece_nbytes: int,
         staged: Callable[[CollectiveState, Any], Schedule],
         counts: Sequence[int] = (),
     ) -> None:
-        self._slots, self._views = slots, views
+        self._slots = slots
         self._call, self._dtype = signature.fingerprint, signature.dtype
         self._counts = counts or (signature.count,)
         self._arithmetic = arithmetic = signature.arithmetic
@@ -177,7 +158,7 @@ class ZeroCopyAllReduce:
             end = min(stop, count)
             pieces.extend(
                 [
-                    self._views(rank, of_member[index] - 1 + at * itemsize, min(step, end - at), self._dtype)
+                    slots.view(rank, of_member[index] - 1 + at * itemsize, min(step, end - at), self._dtype)
                     for rank, of_member in zip(ranks, locations, strict=True)
                 ]
                 for at in range(max(0, start), end, step)
