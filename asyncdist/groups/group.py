@@ -187,7 +187,7 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
         Example:
             >>> hook = group.register_hook(on_end=lambda record: print(record.op, record.nbytes, record.duration))
         """
-        return self.hooks.register(on_start, on_end, on_error)
+        return Hook(on_start, on_end, on_error, self.hooks)
 
     # -- registered memory --------------------------------------------------------------------
 

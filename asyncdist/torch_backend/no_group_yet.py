@@ -32,7 +32,9 @@ class NoGroupYet:
         self.timeout = seconds(timeout)
 
     def register_hook(self, **functions: Any) -> Hook:
-        return Hook(None, None, None, lambda _: None)
+        hook = Hook(None, None, None, None)
+        hook.remove()
+        return hook
 
     def abort(self, reason: str) -> None:
         """Do nothing: no operation is pending."""

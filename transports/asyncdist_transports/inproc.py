@@ -36,10 +36,6 @@ class InprocTransport(Transport):
         # The peers that have sent messages, and have not left.
         self._senders: set[int] = set()
 
-    @classmethod
-    def probe(cls) -> str | None:
-        return None
-
     def listen(self, where: str) -> dict[str, Any]:
         _mailboxes[self._number] = self
         return {"process": os.getpid(), "mailbox": self._number, "world": self.host.world_id}

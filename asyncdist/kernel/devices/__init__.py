@@ -20,7 +20,7 @@ completion_watcher   the thread that polls completion events, timeouts and devic
 desync_detector      cross-rank check of operations that take long
 negotiate            agreement of all ranks on one backend
 p2p                  send and receive, over the best backend that both ranks support
-side_group           lazily created CPU group for control traffic
+cpu_group            the CPU group of a device group, and lazily created ones for control traffic
 cuda_streams         streams, events and pinned memory of a CUDA device
 small_copies         copies of a few KiB to a CUDA device by its copy engine
 lending              tensors that processes in no common group read where they lie

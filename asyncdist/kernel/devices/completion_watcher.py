@@ -66,6 +66,22 @@ class Pending:
         self.value, self.event = value, event
         self.work.enqueued(value, event)
 
+    def has_passed(self) -> bool:
+        """Return whether the device has completed the operation, without an error."""
+        try:
+            return self.event is not None and self.event.query()
+        # The polling thread reports the failure of the device.
+        except Exception:
+            return False
+
+    def end(self) -> None:
+        """Complete the operation, whose completion event has passed."""
+        try:
+            if self.entry.finish():
+                self.entry.run_hooks()
+        finally:
+            self.work.finish(self.value)
+
     @property
     def is_awaited(self) -> bool:
         """Whether something waits for the device to complete the operation."""
@@ -107,7 +123,7 @@ class CompletionWatcher:
     def add(self, pending: Pending) -> None:
         """Watch an operation until it completes or is removed. Finish some of the earlier ones that are complete."""
         for earlier in self._pending[:_MOST_RETIRED]:
-            if earlier.is_awaited or not _has_passed(earlier):
+            if earlier.is_awaited or not earlier.has_passed():
                 break
             self._remove_and_finish(earlier)
         pending.work.hurry = self.hurry
@@ -138,7 +154,7 @@ class CompletionWatcher:
                 # Another thread has seen its completion and removed it.
                 return
             self._pending.remove(pending)
-        _end(pending)
+        pending.end()
 
     def entries(self) -> list[Entry]:
         """Return the flight-recorder entries of all pending operations. Thread-safe."""
@@ -173,7 +189,13 @@ class CompletionWatcher:
         with self._changed:
             pending, self._pending = self._pending, []
             self._steps.clear()
-        return [one for one in pending if not _ended_well(one)]
+        unfinished = []
+        for one in pending:
+            if one.has_passed():
+                one.end()
+            else:
+                unfinished.append(one)
+        return unfinished
 
     def close(self) -> None:
         """End the thread as soon as nothing is pending."""
@@ -261,22 +283,6 @@ class CompletionWatcher:
         return False
 
 
-def _has_passed(pending: Pending) -> bool:
-    """Return whether the device has completed an operation, without an error."""
-    try:
-        return pending.event is not None and pending.event.query()
-    # The polling thread reports the failure of the device.
-    except Exception:
-        return False
-
-
-def _ended_well(pending: Pending) -> bool:
-    has_passed = _has_passed(pending)
-    if has_passed:
-        _end(pending)
-    return has_passed
-
-
 def _step_ended(event: DeviceEvent, step: Work) -> bool:
     if step.is_completed():
         return True
@@ -287,11 +293,3 @@ def _step_ended(event: DeviceEvent, step: Work) -> bool:
     except Exception as cause:
         step.finish(error=cause)
     return True
-
-
-def _end(pending: Pending) -> None:
-    try:
-        if pending.entry.finish():
-            pending.entry.run_hooks()
-    finally:
-        pending.work.finish(pending.value)

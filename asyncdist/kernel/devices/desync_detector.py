@@ -23,7 +23,7 @@ from time import monotonic
 import torch
 
 from asyncdist.errors import NotInitializedError
-from asyncdist.kernel.devices.side_group import SideGroup
+from asyncdist.kernel.devices.cpu_group import SideGroup
 from asyncdist.kernel.transport.device_collectives import DeviceContext
 from asyncdist.kernel.transport.host_group import HostWork
 

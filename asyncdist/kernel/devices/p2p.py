@@ -12,7 +12,7 @@ import functools
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
@@ -23,8 +23,7 @@ from asyncdist.base.daemon_threads import SerialExecutor
 from asyncdist.errors import MismatchError
 from asyncdist.kernel.collectives import p2p
 from asyncdist.kernel.devices.completion_watcher import CompletionWatcher, Pending
-from asyncdist.kernel.devices.cpu_group import CpuGroup
-from asyncdist.kernel.devices.side_group import SideGroup
+from asyncdist.kernel.devices.cpu_group import CpuGroup, SideGroup
 from asyncdist.kernel.memory.buffers import Memory, OutputTensor
 from asyncdist.kernel.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.kernel.transport.device_p2p import (
@@ -137,7 +136,7 @@ class DevicePointToPoint:
         channel = ControlChannel(
             self._control_group.group(), peer, number, data.numel(), deadline, send_first, sends=True
         )
-        for backend in self._candidates(peer):
+        for backend in [each for name, each in self.backends.items() if (peer, name) not in self.refused]:
             try:
                 return None, (yield from backend.send(data, channel, before))
             except TransferRefused as why:
@@ -230,7 +229,11 @@ class DevicePointToPoint:
         """Receive by the first offered backend that this rank supports."""
         while message.kind != _BY_HOST:
             try:
-                return (yield from self._backend(message.kind).receive(data, channel, message.payload, before))
+                backend = self.backends.get(message.kind)
+                if backend is None:
+                    own_id = self._context.host.member_ids[self._context.rank]
+                    raise TransferRefused(f"rank {own_id} does not have this backend")
+                return (yield from backend.receive(data, channel, message.payload, before))
             except TransferRefused as why:
                 channel.send(REFUSED, str(why).encode()[:400])
                 message = yield from channel.recv()
@@ -254,19 +257,6 @@ class DevicePointToPoint:
         return streams.record_event()
 
     # -- backends ------------------------------------------------------------------------------
-
-    def _candidates(self, peer: int) -> Iterator[DeviceP2P]:
-        for name, backend in self.backends.items():
-            if (peer, name) not in self.refused:
-                yield backend
-
-    def _backend(self, name: str) -> DeviceP2P:
-        backend = self.backends.get(name)
-        if backend is None:
-            raise TransferRefused(
-                f"rank {self._context.host.member_ids[self._context.rank]} does not have this backend"
-            )
-        return backend
 
     @property
     def is_open(self) -> bool:

@@ -167,15 +167,12 @@ class DeviceWork(Work):
                 self._event.synchronize()
             except Exception:
                 # The completion watcher turns the device's failure into the group's error.
-                self._wait_until_finished()
+                finished = threading.Event()
+                self.add_done_callback(lambda _: finished.set())
+                finished.wait(_ERROR_TIMEOUT)
                 self._outcome()
                 raise
         self._outcome()
-
-    def _wait_until_finished(self) -> None:
-        finished = threading.Event()
-        self.add_done_callback(lambda _: finished.set())
-        finished.wait(_ERROR_TIMEOUT)
 
     def _wait_until_enqueued(self, timeout: Timeout) -> None:
         # The kind of the call decides, not whether the peers were faster than the caller.

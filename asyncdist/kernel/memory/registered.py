@@ -16,7 +16,7 @@ from torch import nn
 
 from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.kernel.memory.buffers import tensor_of
-from asyncdist.kernel.memory.shared_arena import ALIGNMENT, arena, carve, tensor_of_block, unavailable
+from asyncdist.kernel.memory.shared_arena import ALIGNMENT, arena, carve, unavailable
 
 T = TypeVar("T", bound="torch.Tensor | nn.Module")
 
@@ -51,9 +51,8 @@ def empty(
         return torch.empty(*size, dtype=dtype, device="cpu", requires_grad=requires_grad)
     # torch checks the arguments and computes the number of bytes.
     meta = torch.empty(*size, dtype=dtype, device="meta")
-    block = arena().allocate(meta.nbytes)
-    tensor = tensor_of_block(block, meta.numel(), meta.dtype).view(meta.shape)
-    return tensor.requires_grad_(requires_grad)
+    (tensor,) = carve([(meta.numel(), meta.dtype)])
+    return tensor.view(meta.shape).requires_grad_(requires_grad)
 
 
 def _has_shared_memory() -> bool:

@@ -290,11 +290,6 @@ def arena() -> Arena:
     return current
 
 
-def tensor_of_block(block: ArenaBlock, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the first elements of a block as a flat tensor; the last tensor that shares the block frees it."""
-    return _tensor(_buffer(block), 0, count, dtype)
-
-
 def carve(counts: Iterable[tuple[int, torch.dtype]]) -> Iterator[torch.Tensor]:
     """Yield flat tensors of the given counts and dtypes in one block, each aligned to a cache line.
 
@@ -305,19 +300,13 @@ def carve(counts: Iterable[tuple[int, torch.dtype]]) -> Iterator[torch.Tensor]:
     for count, dtype in wanted:
         starts.append(end)
         end += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-    whole = _buffer(arena().allocate(end))
-    for start, (count, dtype) in zip(starts, wanted, strict=True):
-        yield _tensor(whole, start, count, dtype)
-
-
-def _buffer(block: ArenaBlock) -> ctypes.Array[ctypes.c_char]:
-    """Return a block as an object that tensors refer to; its finalizer frees the block."""
+    block = arena().allocate(end)
+    # The tensors refer to this object, whose finalizer frees the block.
     buffer = (ctypes.c_char * block.nbytes).from_address(arena().mapping.address + block.offset)
     weakref.finalize(buffer, block.free).atexit = False
-    return buffer
-
-
-def _tensor(buffer: ctypes.Array[ctypes.c_char], start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    if count == 0:
-        return torch.empty(0, dtype=dtype, device="cpu")
-    return torch.frombuffer(buffer, dtype=torch.uint8, offset=start, count=count * dtype.itemsize).view(dtype)
+    for start, (count, dtype) in zip(starts, wanted, strict=True):
+        if count:
+            nbytes = count * dtype.itemsize
+            yield torch.frombuffer(buffer, dtype=torch.uint8, offset=start, count=nbytes).view(dtype)
+        else:
+            yield torch.empty(0, dtype=dtype, device="cpu")

@@ -90,26 +90,38 @@ _Function = Callable[[Any], object]
 class Hook:
     """A registered hook. `remove` it when it is no longer needed; as a context manager it does so at the end."""
 
-    __slots__ = ("_has_failed", "_remove", "functions", "takes_entry")
+    __slots__ = ("_group", "_has_failed", "functions", "takes_entry")
 
     def __init__(
         self,
         on_start: _Function | None,
         on_end: _Function | None,
         on_error: _Function | None,
-        remove: Callable[[Hook], None],
+        group: GroupHooks | None,
         *,
         takes_entry: bool = False,
     ) -> None:
         self.functions: tuple[_Function | None, ...] = on_start, on_end, on_error
         self.takes_entry = takes_entry
-        self._remove = remove
+        self._group = group
         self._has_failed = False
+        self._set_registered(True)
 
     def remove(self) -> None:
         """Call this hook no more, also not for pending operations. Idempotent; any thread may call it."""
         self.functions = None, None, None
-        self._remove(self)
+        self._set_registered(False)
+
+    def _set_registered(self, is_registered: bool) -> None:
+        """Add this hook to those of its group, or of all groups, or remove it."""
+        with _lock:
+            hooks = _everywhere if self._group is None else self._group.own
+            if is_registered:
+                hooks.append(self)
+            elif self in hooks:
+                hooks.remove(self)
+            for group in _groups if self._group is None else [self._group]:
+                group.update()
 
     def __enter__(self) -> Hook:
         return self
@@ -286,6 +298,7 @@ class GroupHooks:
         everywhere: Whether the hooks of all groups (`register_hook`) apply; False for groups of the library's own.
 
     Attributes:
+        own: The hooks of this group alone.
         new_entry: Makes the entry of an operation: an `Entry`, or with hooks an `ObservedEntry`.
         record: Records an operation that starts, and calls the hooks. It returns the entry if it is observed, else None.
             The calling thread must hold no lock of the engine.
@@ -299,10 +312,10 @@ class GroupHooks:
         "_add",
         "_everywhere",
         "_observed",
-        "_own",
         "has_start",
         "hooks",
         "new_entry",
+        "own",
         "pending",
         "rank",
         "ranks",
@@ -314,7 +327,7 @@ class GroupHooks:
     ) -> None:
         self.ranks, self.rank = ranks, rank
         self._add, self._everywhere = add, everywhere
-        self._own: tuple[Hook, ...] = ()
+        self.own: list[Hook] = []
         self._observed: type[ObservedEntry] | None = None
         self.hooks: tuple[Hook, ...] = ()
         self.has_start = False
@@ -324,27 +337,11 @@ class GroupHooks:
         if everywhere:
             with _lock:
                 _groups.add(self)
-                self._update()
+                self.update()
 
-    def register(
-        self, on_start: HookFunction | None, on_end: HookFunction | None, on_error: HookFunction | None
-    ) -> Hook:
-        """Add a hook to this group."""
-
-        def remove(hook: Hook) -> None:
-            with _lock:
-                self._own = tuple(each for each in self._own if each is not hook)
-                self._update()
-
-        hook = Hook(on_start, on_end, on_error, remove)
-        with _lock:
-            self._own += (hook,)
-            self._update()
-        return hook
-
-    def _update(self) -> None:
+    def update(self) -> None:
         """Choose the function that records. Called under the lock of this module."""
-        self.hooks = _everywhere + self._own if self._everywhere else self._own
+        self.hooks = (*_everywhere, *self.own) if self._everywhere else tuple(self.own)
         self.has_start = any(hook.functions[_START] is not None for hook in self.hooks)
         if self.hooks and self._observed is None:
             self._observed = type("ObservedEntry", (ObservedEntry,), {"of": self, "__slots__": ()})
@@ -369,7 +366,7 @@ _lock = threading.RLock()
 """Guards the hooks of all groups. A signal handler may register a hook while its thread holds the lock."""
 lifecycle.renew_in_children(globals(), "_lock", threading.RLock)
 _groups: weakref.WeakSet[GroupHooks] = weakref.WeakSet()
-_everywhere: tuple[Hook, ...] = ()
+_everywhere: list[Hook] = []
 
 
 def register_hook(
@@ -391,32 +388,12 @@ def register_hook(
     Example:
         >>> hook = dist.register_hook(on_error=lambda record: alert(record.group, record.error))
     """
-    return _register_everywhere(Hook(on_start, on_end, on_error, _remove_everywhere))
+    return Hook(on_start, on_end, on_error, None)
 
 
 def register_entry_hook(on_end: Callable[[ObservedEntry], object]) -> Hook:
     """Call a function of the library at the end of every operation of every group, without making a record of it."""
-    return _register_everywhere(Hook(None, on_end, on_end, _remove_everywhere, takes_entry=True))
-
-
-def _register_everywhere(hook: Hook) -> Hook:
-    global _everywhere
-    with _lock:
-        _everywhere += (hook,)
-        _update_groups()
-    return hook
-
-
-def _remove_everywhere(hook: Hook) -> None:
-    global _everywhere
-    with _lock:
-        _everywhere = tuple(each for each in _everywhere if each is not hook)
-        _update_groups()
-
-
-def _update_groups() -> None:
-    for group in _groups:
-        group._update()
+    return Hook(None, on_end, on_end, None, takes_entry=True)
 
 
 def pending_operations() -> list[OperationRecord]:

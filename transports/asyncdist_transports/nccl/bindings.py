@@ -5,7 +5,9 @@ No cupy module is imported before `load` is called. Tests use another implementa
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -85,8 +87,15 @@ class Bindings:
         self.errors: tuple[type[Exception], ...] = (nccl.NcclError, KeyError)
         self.version = int(nccl.get_version())
         self.splits = self.version >= _SPLITS_SINCE and hasattr(nccl.NcclCommunicator, "commSplit")
-        self.group_start = nccl.groupStart
-        self.group_end = nccl.groupEnd
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        """Run the calls in the context together."""
+        self._nccl.groupStart()
+        try:
+            yield
+        finally:
+            self._nccl.groupEnd()
 
     def unique_id(self) -> bytes:
         """Return a new unique id for one communicator. NCCL then listens for the communicator's ranks in this process."""

@@ -7,6 +7,7 @@ they do not return.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -81,23 +82,11 @@ class Communicator:
         with self._inside:
             self._refuse_if_ended()
             try:
-                if len(calls) == 1:
-                    self._call(calls[0])
-                else:
-                    self._call_together(calls)
+                with self._bindings.group() if len(calls) > 1 else contextlib.nullcontext():
+                    for name, *arguments in calls:
+                        getattr(self._raw, name)(*arguments, self._stream)
             except self._bindings.errors as cause:
                 raise self._failure(cause) from cause
-
-    def _call(self, call: Call) -> None:
-        getattr(self._raw, call[0])(*call[1:], self._stream)
-
-    def _call_together(self, calls: Sequence[Call]) -> None:
-        self._bindings.group_start()
-        try:
-            for call in calls:
-                self._call(call)
-        finally:
-            self._bindings.group_end()
 
     def _refuse_if_ended(self) -> None:
         if self._ending.is_set():

@@ -88,11 +88,7 @@ class RingReader(_RingEnd):
 
     def recv_into(self, buffer: memoryview, nbytes: int, /) -> int:
         """Read the bytes that have arrived, up to ``nbytes``; BlockingIOError if no byte has arrived."""
-        count = self._copy_out(buffer[:nbytes])
-        if not count:
-            raise BlockingIOError
-        self._publish_moved()
-        return count
+        return self.recvmsg_into((buffer[:nbytes],))[0]
 
     def recvmsg_into(self, buffers: Sequence[bytearray | memoryview], /) -> tuple[int]:
         count = 0

@@ -107,7 +107,7 @@ class TransferThreads:
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self._pool: DaemonThreadPool | None = None
+        self._pool = DaemonThreadPool("asyncdist-tcp", _MOST_THREADS, idle_timeout=_IDLE_TIMEOUT)
         self.at_work = 0
 
     @property
@@ -120,7 +120,6 @@ class TransferThreads:
 
     def begin(self, transfer: Transfer) -> bool:
         """Let a thread run a transfer; return False if the process can start no thread."""
-        self._pool = self._pool or DaemonThreadPool("asyncdist-tcp", _MOST_THREADS, idle_timeout=_IDLE_TIMEOUT)
         try:
             self._pool.submit(transfer.run)
         # No thread can be started: the process has too many, or ends.
@@ -131,9 +130,7 @@ class TransferThreads:
 
     def close(self) -> None:
         """Let the threads end. Every connection has stopped its thread."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
-            self._pool = None
+        self._pool.shutdown(wait=False)
 
 
 class Lender:

@@ -64,10 +64,6 @@ class TcpTransport(Transport):
         """Whether the connections use TLS."""
         self.threads = TransferThreads(host)
 
-    @classmethod
-    def probe(cls) -> str | None:
-        return None
-
     # -- opening and closing -------------------------------------------------------------------
 
     def listen(self, where: str) -> dict[str, Any]:
