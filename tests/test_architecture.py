@@ -65,7 +65,7 @@ DEEPER: set[str] = {
     "asyncdist.kernel.memory.serialization",
     "asyncdist.kernel.tracing.desync_report",
     "asyncdist.kernel.tracing.plotting",
-    "asyncdist.kernel.tracing.rank_status",
+    "asyncdist.kernel.tracing.job_status",
     "asyncdist.kernel.tracing.recorder",
     "asyncdist.kernel.tracing.trace_record",
     "asyncdist.rendezvous.record_store",

@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncdist.kernel.tracing.job_status import JobStatus, stuck_first
-from asyncdist.kernel.tracing.rank_status import RankStatus, quantity
+from asyncdist.kernel.tracing.job_status import JobStatus, RankStatus, quantity, stuck_first
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, JustifyMethod

@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncdist.kernel.c10d_private import DebugHandler, NavLink, Route, default_handlers, fetch_all
 from asyncdist.kernel.tracing.desync_report import ranks_in_words, tell
-from asyncdist.kernel.tracing.rank_status import RankStatus, quantity, statuses, wait_edges
+from asyncdist.kernel.tracing.job_status import RankStatus, quantity, statuses, wait_edges
 from asyncdist.kernel.tracing.trace_record import TraceRecord, parse
 from asyncdist.torch_backend.torch_group import NAME
 

@@ -6,8 +6,7 @@ from rich.console import Console
 
 from asyncdist.cli import main
 from asyncdist.cli.top_view import picture
-from asyncdist.kernel.tracing.job_status import JobStatus
-from asyncdist.kernel.tracing.rank_status import RankStatus
+from asyncdist.kernel.tracing.job_status import JobStatus, RankStatus
 from asyncdist.kernel.tracing.trace_record import TracedCall
 from tests.support.ports import free_port
 

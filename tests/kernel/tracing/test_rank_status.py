@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncdist.errors import GroupError
-from asyncdist.kernel.tracing.rank_status import statuses, wait_edges
+from asyncdist.kernel.tracing.job_status import statuses, wait_edges
 from asyncdist.kernel.tracing.recorder import Entry, Recorder
 from asyncdist.kernel.tracing.trace_record import parse
 from asyncdist.testing.cluster import world_of
