@@ -34,7 +34,7 @@ from asyncdist.testing.arithmetic import reductions
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.collective_cases import reducing
 from asyncdist_transports.nccl import Nccl, bindings, collectives, communicator
-from asyncdist_transports.nccl.bindings import Bindings, Numbers, numbers_of
+from asyncdist_transports.nccl.bindings import Bindings
 from tests.support.devices import PretendStreams, device_cases, device_group, part_on, run_cases, run_cases_in_flight
 from tests.support.nccl import PretendNccl, nccl_over
 
@@ -174,24 +174,6 @@ def test_in_place_all_gather_and_reduce_scatter(run):
     assert run(3, program) == [[6.0 * number for number in range(9)]] * 3
 
 
-@pytest.mark.parametrize(
-    ("op", "dtype", "size", "expected"),
-    [
-        (ReduceOp.SUM, torch.float32, 3, Numbers(7, 1, 0, False)),
-        (ReduceOp.PRODUCT, torch.uint64, 3, Numbers(5, 1, 1, False)),
-        (ReduceOp.AVG, torch.float32, 8, Numbers(7, 1, 4, False)),
-        (ReduceOp.AVG, torch.float32, 6, Numbers(7, 1, 0, True)),
-        (ReduceOp.AVG, torch.complex64, 4, Numbers(7, 2, 4, False)),
-        (ReduceOp.PRODUCT, torch.complex64, 4, None),
-        (ReduceOp.BXOR, torch.int32, 4, None),
-        (ReduceOp.SUM, torch.bool, 4, None),
-        (ReduceOp.SUM, torch.float8_e4m3fn, 4, None),
-    ],
-)
-def test_numbers_of_types_and_operations(op, dtype, size, expected):
-    assert numbers_of(op, dtype, size) == expected
-
-
 def test_tensors_are_recorded_on_the_communication_stream(run):
     def program(device):
         rank, size = device.rank(), device.size()
@@ -249,11 +231,6 @@ def backend_of_all_reduce(device):
     device.all_reduce(tensor := torch.ones(3)).wait()
     assert tensor.tolist() == [float(device.size())] * 3
     return device.backend
-
-
-def test_ranks_that_share_a_device_use_another_backend(nccl, run):
-    assert run(2, backend_of_all_reduce, same_device=True) == ["staged"] * 2
-    assert not nccl.communicators
 
 
 @EACH_CUPY

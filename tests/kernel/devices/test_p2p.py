@@ -26,7 +26,7 @@ from asyncdist.errors import (
 )
 from asyncdist.groups.group import Group
 from asyncdist.kernel.engine.work import Work, joined
-from asyncdist.kernel.transport.device_p2p import MAX_PAYLOAD_NBYTES, ControlChannel, ControlMessage
+from asyncdist.kernel.transport.device_p2p import ControlChannel
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.collective_cases import between_two
 from tests.support.cuda import HANDLE, PretendDriver, cuda_ipc_over
@@ -113,51 +113,49 @@ def test_every_message_case(shareable, transport, run):
     assert all(driver.maps for driver in made)
 
 
-def test_messages_between_hosts_are_staged(caplog, run):
+class Elsewhere(PretendDriver):
+    """A handle means other memory, as between containers that number their processes alike."""
+
+    other = torch.zeros(1 << 20)
+
+    def map(self, handle):
+        return super().map(HANDLE.pack(self.other.data_ptr(), 1))
+
+
+REFUSALS = {
+    "another host": ([[cuda_ipc_over()]] * 2, ["a", "b"], "cuda_ipc: it is on another host"),
+    "not mapped": (
+        [[cuda_ipc_over()], [cuda_ipc_over(refuses=RuntimeError("no peer access"))]], None,
+        "cuda_ipc: its device's memory cannot be mapped: no peer access",
+    ),
+    "other memory": (
+        [[cuda_ipc_over(kind=Elsewhere)]] * 2, None,
+        "cuda_ipc: the memory mapped from its device is not the sender's",
+    ),
+    "no back end": ([[cuda_ipc_over()], []], None, "cuda_ipc: rank 1 does not have this backend"),
+    "other version": (
+        [[nccl_over(PretendNccl())], [nccl_over(PretendNccl(version=22704))]], None,
+        "nccl: NCCL is 2.29.7 on the sender, but 2.27.4 on the receiver",
+    ),
+    "one device": (
+        [[nccl_over(PretendNccl())]] * 2, None, "nccl: both ranks share one device, and NCCL needs a device per rank"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kinds", "hosts", "reason"), REFUSALS.values(), ids=REFUSALS)
+def test_refused_messages_go_through_the_host(kinds, hosts, reason, caplog):
+    """The sender offers a refused back end once."""
     caplog.set_level(logging.INFO, "asyncdist")
-    streams = [Counting() for _ in range(3)]
+    streams = [Counting("GPU-0"), Counting("GPU-0" if "share one device" in reason else "GPU-1")]
 
     def program(device):
         return [from_rank_0(device) for _ in range(3)]
 
-    assert run(3, program, streams=streams, hosts=["a", "a", "b"]) == [[0.0] * 3] * 3
-    assert [each.pinned_nbytes // (4 * LARGE) for each in streams] == [3, 0, 3]
+    assert run_on_devices(2, program, kinds.__getitem__, streams, hosts=hosts) == [[0.0] * 3] * 2
+    assert [each.pinned_nbytes // (4 * LARGE) for each in streams] == [3, 3]
     logged = [record.message for record in caplog.records if "cannot use" in record.message]
-    assert logged == ["messages to rank 2 cannot use cuda_ipc: it is on another host"]
-
-
-def test_refused_offers_fall_back_to_the_host(caplog, run):
-    caplog.set_level(logging.INFO, "asyncdist")
-
-    def program(device):
-        into = torch.zeros(LARGE)
-        works = [device.send(torch.ones(LARGE), 1 - device.rank()) for _ in range(3)]
-        joined([*works, *[device.recv(into, 1 - device.rank()) for _ in range(3)]]).wait()
-        return into.sum().item()
-
-    assert run(2, program, refusing=1) == [LARGE] * 2
-    logged = {record.message for record in caplog.records if "cannot use" in record.message}
-    assert logged == {"messages to rank 1 cannot use cuda_ipc: its device's memory cannot be mapped: no peer access"}
-
-
-def test_mapping_of_other_memory_is_refused(run):
-    """A handle may mean other memory, as between containers that number their processes alike."""
-    other = torch.zeros(1 << 20)
-
-    class Elsewhere(PretendDriver):
-        def map(self, handle):
-            return super().map(HANDLE.pack(other.data_ptr(), 1))
-
-    streams, made = [Counting() for _ in range(2)], []
-    kinds = [cuda_ipc_over(made, kind=Elsewhere)]
-    assert run(2, from_rank_0, made=made, kinds=kinds, streams=streams) == [0.0, 0.0]
-    assert all(driver.maps for driver in made[1:])
-    assert all(each.pinned_nbytes == 4 * LARGE for each in streams)
-
-
-def test_backend_that_only_the_sender_has_is_refused():
-    kinds = [[cuda_ipc_over()], []]
-    assert run_on_devices(2, from_rank_0, kinds.__getitem__) == [0.0, 0.0]
+    assert logged == [f"messages to rank 1 cannot use {reason}"]
 
 
 @pytest.mark.parametrize("piece_nbytes", [7, 64])
@@ -210,14 +208,6 @@ def test_both_ends_of_a_communicator_enqueue_in_the_same_order(nccl, run):
     assert names[0][2:] == [mirrored[name] for name in names[1][2:]]
 
 
-def test_ranks_that_share_a_device_do_not_use_nccl(nccl, caplog, run):
-    caplog.set_level(logging.INFO, "asyncdist")
-    streams = [Counting("GPU-0"), Counting("GPU-0"), Counting("GPU-1")]
-    assert run(3, from_rank_0, kinds=[nccl_over(nccl)], streams=streams) == [0.0] * 3
-    assert [each.pinned_nbytes // (4 * LARGE) for each in streams] == [1, 1, 0]
-    assert "messages to rank 1 cannot use nccl: both ranks share one device" in caplog.text
-
-
 def test_refused_offers_fall_back_to_nccl(nccl, run):
     streams, made = gpus(2), []
 
@@ -228,13 +218,6 @@ def test_refused_offers_fall_back_to_nccl(nccl, run):
     assert run(2, program, made=made, kinds=classes, streams=streams, refusing=1) == [[0.0] * 3] * 2
     assert [each.pinned_nbytes for each in streams] == [0, 0]
     assert len(nccl.communicators) == 2
-
-
-def test_different_nccl_versions_fall_back_to_the_host():
-    classes = [[nccl_over(PretendNccl())], [nccl_over(PretendNccl(version=22704))]]
-    streams = gpus(2)
-    assert run_on_devices(2, from_rank_0, classes.__getitem__, streams) == [0.0, 0.0]
-    assert [each.pinned_nbytes for each in streams] == [4 * LARGE] * 2
 
 
 def test_failed_communicator_fails_the_message(nccl):
@@ -560,12 +543,6 @@ async def test_receive_completes_after_all_senders_have_left(transport, eventual
 
 
 # -- control messages ---------------------------------------------------------------------------------------
-
-
-def test_control_message_round_trip():
-    for message in (ControlMessage("cuda_ipc", 7, 1 << 40, b"x" * MAX_PAYLOAD_NBYTES), ControlMessage("", 0, 0)):
-        assert message.packed().numel() == 512
-        assert ControlMessage.unpacked(message.packed()) == message
 
 
 def test_blocking_receive_returns_before_the_device_has_the_data(monkeypatch):

@@ -297,13 +297,3 @@ async def test_failures_of_joined_works_are_logged_only_if_the_whole_is_not_wait
     gc.collect()
     logged = [message for message in caplog.messages if "never retrieved" in message]
     assert len(logged) == (wait == "never")
-
-
-async def test_mismatched_calls_raise_on_both_ranks():
-    async with devices_of(2) as groups:
-        await asyncio.gather(*(group.barrier() for group in groups))
-        works = [groups[0].all_reduce(torch.ones(4)), groups[1].broadcast(torch.ones(4), 0)]
-        for outcome in await asyncio.gather(*works, return_exceptions=True):
-            assert isinstance(outcome, Exception)
-            assert "all_reduce" in str(outcome)
-            assert "broadcast" in str(outcome)

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from collections import deque
 from typing import Any
 
 import msgpack
@@ -406,15 +405,6 @@ def test_coordinator_that_reaches_no_quorum_leaves_the_others_a_new_one():
         assert decisions[1:] == decisions[1:2] * 4
 
 
-def test_decision_that_a_dead_coordinator_has_announced_to_one_member_is_kept():
-    for seed in range(20):
-        schedule = Schedule(4, seed)
-        coordinator = schedule.members[0]
-        schedule.doomed[coordinator] = 4, 1.0  # the proposals, and one announcement
-        schedule.run()
-        assert list(schedule.only_decision().votes) == schedule.members
-
-
 def test_member_that_quits_is_excluded_by_name_and_the_others_go_on():
     schedule = Schedule(4, 1)
     quitter = schedule.members[1]
@@ -539,37 +529,3 @@ def test_messages_of_strangers_and_of_ended_members_are_ignored():
     assert part.decision is None
     part.receive(2, decide)
     assert part.decision is not None
-
-
-class Chosen(random.Random):
-    """Takes the given choices, then the first possibility each time, and notes the choices that it did not take."""
-
-    def __init__(self, choices: tuple[int, ...]) -> None:
-        super().__init__(0)
-        self.taken: list[int] = []
-        self.others: list[tuple[int, ...]] = []
-        self._choices = choices
-
-    def randrange(self, *arguments: int) -> int:
-        number, count = len(self.taken), arguments[-1]
-        if number >= len(self._choices):
-            self.others += [(*self.taken, each) for each in range(1, count)]
-        choice = self._choices[number] if number < len(self._choices) else 0
-        self.taken.append(choice)
-        return choice
-
-    def random(self) -> float:
-        return 0.25
-
-
-@pytest.mark.parametrize("dying", [0, 1])
-def test_systematic_orders_of_three_members_and_a_death(dying):
-    """Explore the schedules that differ from the first one in the fewest choices, in that order."""
-    queue: deque[tuple[int, ...]] = deque([()])
-    for _ in range(700):
-        schedule = Schedule(3, 0)
-        schedule.random = Chosen(queue.popleft())
-        schedule.plan_death(schedule.members[dying])
-        schedule.run()
-        assert schedule.living <= schedule.only_decision().votes.keys()
-        queue += schedule.random.others
