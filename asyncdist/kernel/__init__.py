@@ -20,40 +20,28 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Where each name lives.
-_NAMES: dict[str, str] = {
-    "whole_number_of": "asyncdist.kernel.collectives.arguments",
-    "DeviceLending": "asyncdist.kernel.devices.lending",
-    "OwnerHasEnded": "asyncdist.kernel.devices.lending",
-    "DeviceWork": "asyncdist.kernel.devices.work",
-    "Endpoint": "asyncdist.kernel.engine.endpoint",
-    "Work": "asyncdist.kernel.engine.work",
-    "call_in_thread": "asyncdist.kernel.engine.drivers.stalled_loop",
-    "completed": "asyncdist.kernel.engine.work",
-    "DTYPES": "asyncdist.kernel.memory.buffers",
-    "DTYPE_NUMBERS": "asyncdist.kernel.memory.buffers",
-    "flat_memory": "asyncdist.kernel.memory.buffers",
-    "input_memory": "asyncdist.kernel.memory.buffers",
-    "tensor_of": "asyncdist.kernel.memory.buffers",
-    "empty": "asyncdist.kernel.memory.registered",
-    "ALIGNMENT": "asyncdist.kernel.memory.shared_arena",
-    "ArenaMapping": "asyncdist.kernel.memory.shared_arena",
-    "arena": "asyncdist.kernel.memory.shared_arena",
-    "ReadMapping": "asyncdist.kernel.memory.shared_segment",
-    "SharedSegment": "asyncdist.kernel.memory.shared_segment",
-    "can_share_segments": "asyncdist.kernel.memory.shared_segment",
-    "excluded_from_compile": "asyncdist.kernel.memory.torch_compile",
-    "MemoryPort": "asyncdist.kernel.one_sided.memory_port",
-    "Registration": "asyncdist.kernel.one_sided.registration",
-    "RemoteMemory": "asyncdist.kernel.one_sided.registration",
-    "RemotePort": "asyncdist.kernel.one_sided.remote_port",
-    "Hook": "asyncdist.kernel.tracing.hooks",
-    "OperationRecord": "asyncdist.kernel.tracing.hooks",
-    "DeviceLoan": "asyncdist.kernel.transport.device_loans",
-    "DeviceLoans": "asyncdist.kernel.transport.device_loans",
-    "TransferRefused": "asyncdist.kernel.transport.device_p2p",
-    "DeviceEvent": "asyncdist.kernel.transport.device_streams",
+_MODULES = {
+    "asyncdist.kernel.collectives.arguments": "whole_number_of",
+    "asyncdist.kernel.devices.lending": "DeviceLending OwnerHasEnded",
+    "asyncdist.kernel.devices.work": "DeviceWork",
+    "asyncdist.kernel.engine.endpoint": "Endpoint",
+    "asyncdist.kernel.engine.work": "Work completed",
+    "asyncdist.kernel.engine.drivers.stalled_loop": "call_in_thread",
+    "asyncdist.kernel.memory.buffers": "DTYPES DTYPE_NUMBERS flat_memory input_memory tensor_of",
+    "asyncdist.kernel.memory.registered": "empty",
+    "asyncdist.kernel.memory.shared_arena": "ALIGNMENT ArenaMapping arena",
+    "asyncdist.kernel.memory.shared_segment": "ReadMapping SharedSegment can_share_segments",
+    "asyncdist.kernel.memory.torch_compile": "excluded_from_compile",
+    "asyncdist.kernel.one_sided.memory_port": "MemoryPort",
+    "asyncdist.kernel.one_sided.registration": "Registration RemoteMemory",
+    "asyncdist.kernel.one_sided.remote_port": "RemotePort",
+    "asyncdist.kernel.tracing.hooks": "Hook OperationRecord",
+    "asyncdist.kernel.transport.device_loans": "DeviceLoan DeviceLoans",
+    "asyncdist.kernel.transport.device_p2p": "TransferRefused",
+    "asyncdist.kernel.transport.device_streams": "DeviceEvent",
 }
+# Where each name lives.
+_NAMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -45,25 +45,15 @@ _OF_ARRAYS: dict[ReduceOp, AnyFunction] = {
 } | _NUMPY
 # Those in which numpy computes as torch does: complex products round differently, and float16 takes long.
 _ARRAY_DTYPES: dict[torch.dtype, type[np.generic]] = {
-    torch.float32: np.float32, torch.float64: np.float64, torch.uint8: np.uint8, torch.int8: np.int8,
-    torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64,
-}  # fmt: skip
+    getattr(torch, name): getattr(np, name) for name in "float32 float64 uint8 int8 int16 int32 int64".split()
+}
 # Older releases keep by thread what they do after an overflow.
 _KEEPS_ERRORS_BY_CONTEXT = int(np.__version__.partition(".")[0]) >= 2
 _ORDERED = frozenset(_NUMPY)
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _BITWISE = frozenset((ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
-_NARROW = frozenset(
-    [
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2fnuz,
-        torch.float8_e8m0fnu,
-    ]
-)
+_NARROW_NAMES = "float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu".split()
+_NARROW = frozenset(getattr(torch, name) for name in _NARROW_NAMES)
 # torch 2.13 has no bcomplex32.
 _NARROW_COMPLEX = frozenset(getattr(torch, name) for name in ("complex32", "bcomplex32") if hasattr(torch, name))
 

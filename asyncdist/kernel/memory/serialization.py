@@ -19,6 +19,7 @@ import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import inf
 from operator import is_
 from typing import Any, Protocol
@@ -186,17 +187,18 @@ def pack(
         raise UsageError(f"{what}: {cause}") from cause
 
 
+@dataclass(slots=True)
 class _Packing:
     """Packs one object."""
 
-    def __init__(
-        self, allow_pickle: bool, weights_only: bool, extension: Extension | None, beside: Beside | None, most: float
-    ) -> None:
-        self._allow_pickle, self._weights_only = allow_pickle, weights_only
-        self._extension, self._beside = extension, beside
-        self._depth, self._left = 0, most
-        self._packers: list[msgpack.Packer] = []
-        """One for each depth, because a packer packs one object at a time. Making one takes longer than packing a tuple."""
+    _allow_pickle: bool
+    _weights_only: bool
+    _extension: Extension | None
+    _beside: Beside | None
+    _left: float
+    _depth: int = 0
+    _packers: list[msgpack.Packer] = field(default_factory=list)
+    """One for each depth, because a packer packs one object at a time. Making one takes longer than packing a tuple."""
 
     def encode(self, part: Any) -> bytes:
         depth = self._depth
@@ -336,15 +338,15 @@ def unpack(
         raise ProtocolError(f"an object that cannot be read: {type(cause).__name__}: {cause}") from cause
 
 
+@dataclass(slots=True)
 class _Unpacking:
     """Unpacks one object."""
 
-    def __init__(
-        self, allow_pickle: bool, weights_only: bool, extension: Extension | None, beside: Sequence[Any] | None
-    ) -> None:
-        self._allow_pickle, self._weights_only = allow_pickle, weights_only
-        self._extension, self._beside = extension, beside
-        self._depth = 0
+    _allow_pickle: bool
+    _weights_only: bool
+    _extension: Extension | None
+    _beside: Sequence[Any] | None
+    _depth: int = 0
 
     def decode(self, body: bytes | bytearray | memoryview) -> Any:
         self._depth += 1

@@ -25,7 +25,7 @@ class Owner(Protocol):
 class Mover(Protocol):
     """What moves the bytes of a message that has begun: a thread, or the reader of a stream."""
 
-    def stop(self) -> None:
+    def stop(self) -> object:
         """Return when it does not touch the memory any more. The bytes that it has moved are counted."""
 
 

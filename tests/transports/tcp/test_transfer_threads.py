@@ -120,9 +120,9 @@ def test_send_succeeds_if_the_peer_leaves_before_the_driver_knows_that_the_threa
     monkeypatch.setenv("ASYNCDIST_TCP_THREADS", "always")
     return_soon = Lender.return_soon
 
-    def return_receives(self, transfer, message):
-        if isinstance(message, Receive):
-            return_soon(self, transfer, message)
+    def return_receives(self, turn, error):
+        if isinstance(self.message, Receive):
+            return_soon(self, turn, error)
 
     monkeypatch.setattr(Lender, "return_soon", return_receives)
 
@@ -155,7 +155,6 @@ class OneSend:
         self.threads = TransferThreads(host)
         self.lender = Lender(self.threads, lambda: self.ended.append(True))
         assert self.lender.lends_send(self.writer, self.near)
-        self.transfer = self.lender.transfer
 
     def read(self, nbytes):
         """Read from the far end while the writer sends what is left."""
@@ -247,14 +246,14 @@ def test_forked_child_does_not_wait_for_the_thread_of_its_parent(monkeypatch, on
         release.wait()
         raise BlockingIOError
 
-    monkeypatch.setattr(one_send.transfer, "_move", move)
+    monkeypatch.setattr(one_send.lender, "_move", move)
     held.wait()
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: -1)
         one_send.message.abandon()
     assert one_send.message.done
     release.set()
-    one_send.transfer.stop()
+    one_send.lender.stop()
 
 
 class OneReceive:
@@ -275,7 +274,7 @@ class OneReceive:
         self.rest = self.frame[sent:]
         self.sender = threading.Thread(target=self.far.sendall, args=(self.frame[:sent],))
         self.sender.start()
-        while not self.transfer and config is ALWAYS and not self.receive.done:
+        while not self.lender.message and config is ALWAYS and not self.receive.done:
             self.reader.read()
 
     def post(self, number, nbytes, piece):
@@ -288,10 +287,6 @@ class OneReceive:
     def _lend(self):
         return self.lender.lends_receive(self.reader, self.near)
 
-    @property
-    def transfer(self):
-        return self.lender.transfer
-
     def go_on(self):
         self.reader.read()
 
@@ -301,8 +296,7 @@ class OneReceive:
         self.far.sendall(data)
 
     def close(self):
-        if self.transfer:
-            self.transfer.stop()
+        self.lender.stop()
         self.near.close()
         self.sender.join()
         self.far.close()
@@ -333,7 +327,7 @@ def one_receive():
 
 
 def test_thread_receives_and_reduces_the_message_and_the_driver_finishes_it(one_receive, until):
-    assert one_receive.receive.transfer is one_receive.transfer is not None
+    assert one_receive.receive.transfer is one_receive.lender
     one_receive.send(one_receive.rest)
     until(lambda: one_receive.posted)
     assert not one_receive.finished
@@ -358,14 +352,14 @@ def test_memory_of_an_abandoned_receive_is_not_touched_and_the_rest_is_dropped(o
     until(lambda: len(one_receive.receive.content) >= 7 * LENT_NBYTES)
     one_receive.receive.abandon()
     before = len(one_receive.receive.content)
-    assert (one_receive.receive.transfer, one_receive.transfer) == (None, None)
+    assert (one_receive.receive.transfer, one_receive.lender.message) == (None, None)
     following = one_receive.post(2, 4, 4)
     rest = one_receive.rest + pack_header(pack_key(1, 2, 0), 7, 4) + b"next"
     with_rest = threading.Thread(target=one_receive.send, args=(rest,))
     with_rest.start()
 
     def arrived():
-        if one_receive.transfer is None:
+        if one_receive.lender.message is None:
             one_receive.reader.read()
         while one_receive.posted:
             one_receive.posted.popleft()()
@@ -405,7 +399,7 @@ def test_error_of_a_reduction_in_a_thread_reaches_the_driver(one_receive, until)
     until(lambda: one_receive.posted)
     with pytest.raises(MemoryError, match="on purpose"):
         one_receive.posted.popleft()()
-    assert one_receive.transfer is None
+    assert one_receive.lender.message is None
 
 
 def test_driver_receives_without_threads():

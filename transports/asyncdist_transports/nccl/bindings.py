@@ -22,18 +22,8 @@ UNIQUE_ID_NBYTES = 128
 
 # NCCL's numbers of types and operations are part of its binary interface, so they never change.
 BYTES = 1
-_TYPES = {
-    torch.int8: 0,
-    torch.uint8: 1,
-    torch.int32: 2,
-    torch.uint32: 3,
-    torch.int64: 4,
-    torch.uint64: 5,
-    torch.float16: 6,
-    torch.float32: 7,
-    torch.float64: 8,
-    torch.bfloat16: 9,
-}
+_TYPE_NAMES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16".split()
+_TYPES = {getattr(torch, name): number for number, name in enumerate(_TYPE_NAMES)}
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 SUM, AVERAGE = 0, 4
 _OPERATIONS = {ReduceOp.SUM: SUM, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, ReduceOp.AVG: AVERAGE}

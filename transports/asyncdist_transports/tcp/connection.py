@@ -138,7 +138,7 @@ class Outbound:
 
     def waits(self) -> int:
         if self.established:
-            sends = (self.queue and self._lender.transfer is None) or self.holds_bytes
+            sends = (self.queue and self._lender.message is None) or self.holds_bytes
             return READ | WRITE if sends else READ
         if self._rests:
             return 0
@@ -183,7 +183,7 @@ class Outbound:
         return self.writer.send(message)
 
     def _flush(self) -> bool:
-        return self._lender.transfer is None and (self._lend() or self.writer.flush())
+        return self._lender.message is None and (self._lend() or self.writer.flush())
 
     def _lend(self) -> bool:
         return isinstance(self._sock, socket.socket) and self._lender.lends_send(self.writer, self._sock)
@@ -308,7 +308,7 @@ class Inbound:
     def waits(self) -> int:
         if isinstance(self._sock, TlsSocket) and self._securing:
             return WRITE if self._sock.wants_write else READ
-        return 0 if self._lender.transfer is not None or (self._reader is not None and self._reader.blocked) else READ
+        return 0 if self._lender.message is not None or (self._reader is not None and self._reader.blocked) else READ
 
     @property
     def backlogged(self) -> bool:
@@ -319,14 +319,14 @@ class Inbound:
     def pump(self, ready: bool) -> bool:
         """Authenticate the peer, then read; raises Ended and AsyncdistError."""
         reader = self._reader
-        if self._lender.transfer is not None:
+        if self._lender.message is not None:
             return False
         if reader is not None:
             if isinstance(self._sock, TlsSocket):
                 return read_all(self._sock, reader, ready)
             moved = reader.read(ready)
             is_large = self._wake_nbytes > 1 or reader.body_left >= _WAKE_NBYTES
-            if moved and is_large and self._lender.transfer is None:
+            if moved and is_large and self._lender.message is None:
                 self._wake_at(min(reader.body_left or 1, _WAKE_NBYTES))
             return moved
         if not ready:
