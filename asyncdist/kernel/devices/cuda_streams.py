@@ -11,6 +11,7 @@ import torch
 from asyncdist.errors import UnsupportedError
 from asyncdist.kernel import torch_private
 from asyncdist.kernel.devices.small_copies import SmallCopies
+from asyncdist.kernel.memory.bounded_cache import BoundedCache
 from asyncdist.kernel.transport.device_streams import DeviceEvent, Streams
 
 log = logging.getLogger("asyncdist")
@@ -45,7 +46,7 @@ class CudaStreams(Streams):
             raise UnsupportedError(f"no transport here carries tensors on {device}: move it with .cpu() first")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._stream = torch.cuda.Stream(self.device)
-        self._known: dict[int, torch.cuda.Stream] = {}
+        self._known: BoundedCache[int, torch.cuda.Stream] = BoundedCache(_KEPT_STREAMS)
         """torch's objects of the streams that were current, by their handles: to make one takes 5 us."""
         self._small_copies = SmallCopies(self)
 
@@ -57,9 +58,7 @@ class CudaStreams(Streams):
         handle = self.current_handle
         stream = self._known.get(handle)
         if stream is None:
-            if len(self._known) >= _KEPT_STREAMS:
-                self._known.clear()
-            stream = self._known[handle] = torch.cuda.current_stream(self.device)
+            stream = self._known.add(handle, torch.cuda.current_stream(self.device))
         return stream
 
     def on_comm_stream(self) -> AbstractContextManager[object]:

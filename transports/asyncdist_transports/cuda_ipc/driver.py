@@ -14,6 +14,7 @@ import torch
 
 from asyncdist.base.callables import AnyFunction
 from asyncdist.errors import TransportUnavailableError
+from asyncdist.kernel.memory.bounded_cache import BoundedCache
 from asyncdist.kernel.transport.device_streams import cuda_missing
 
 HANDLE_NBYTES = 64
@@ -51,7 +52,7 @@ class Driver:
             raise TransportUnavailableError(f"CUDA is not available: {cause}") from cause
         self._runtime: Any = runtime
         self._device = device
-        self._allocations: dict[int, Allocation] = {}
+        self._allocations: BoundedCache[int, Allocation] = BoundedCache(_KEPT_ALLOCATIONS)
         """What `allocation` has found, by number."""
 
     @staticmethod
@@ -82,11 +83,9 @@ class Driver:
             self._ask(self._libcuda.cuMemGetAddressRange_v2, ctypes.byref(base), None, pointer)
             self._ask(self._libcuda.cuPointerGetAttribute, ctypes.byref(shareable), _LEGACY_IPC_CAPABLE, pointer)
             found = Allocation(base.value, number.value, bool(shareable.value))
-            if len(self._allocations) >= _KEPT_ALLOCATIONS:
-                self._allocations.clear()
             # Memory without a number of its own may be another allocation the next time.
             if number.value:
-                self._allocations[number.value] = found
+                self._allocations.add(number.value, found)
         return found
 
     def _ask(self, question: AnyFunction, *arguments: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncdist.base.callables import Callback
+from asyncdist.kernel.memory.bounded_cache import BoundedCache
 from asyncdist.kernel.transport.device_p2p import TransferRefused
 from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Allocation, Driver
 
@@ -55,7 +56,7 @@ class Exports:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._handles: dict[int, tuple[int, bytes]] = {}
+        self._handles: BoundedCache[int, tuple[int, bytes]] = BoundedCache(_KEPT_HANDLES)
         """Number and handle of an allocation, by its base address."""
         self._copies: dict[int, tuple[int, int]] = {}
         """Address and size of the copy buffers, by slot."""
@@ -83,10 +84,7 @@ class Exports:
     def _exported(self, allocation: Allocation, tensor: torch.Tensor) -> ExportedMemory:
         number, handle = self._handles.get(allocation.base, (None, b""))
         if number != allocation.number:
-            if len(self._handles) >= _KEPT_HANDLES:
-                self._handles.clear()
-            handle = self._driver.handle_of(allocation.base)
-            self._handles[allocation.base] = allocation.number, handle
+            _, handle = self._handles.add(allocation.base, (allocation.number, self._driver.handle_of(allocation.base)))
         offset = tensor.data_ptr() - allocation.base
         return ExportedMemory(allocation.base, allocation.number, offset, tensor.nbytes, handle)
 
@@ -113,7 +111,7 @@ class _Mapping(NamedTuple):
 
     number: int
     address: int
-    views: dict[tuple[int, int], torch.Tensor]
+    views: BoundedCache[tuple[int, int], torch.Tensor]
 
 
 class Imports:
@@ -143,14 +141,15 @@ class Imports:
                 self._unmap(key)
             elif len(self._mapped) >= _KEPT_MAPPINGS:
                 self._unmap(next(iter(self._mapped)))
-            mapping = self._mapped[key] = _Mapping(exported.number, self._driver.map(exported.handle), {})
+            mapping = self._mapped[key] = _Mapping(
+                exported.number, self._driver.map(exported.handle), BoundedCache(_KEPT_VIEWS)
+            )
         self._mapped.move_to_end(key)
         place = exported.offset, exported.nbytes
         view = mapping.views.get(place)
         if view is None:
-            if len(mapping.views) >= _KEPT_VIEWS:
-                mapping.views.clear()
-            view = mapping.views[place] = self._driver.bytes_at(mapping.address + exported.offset, exported.nbytes)
+            shown = self._driver.bytes_at(mapping.address + exported.offset, exported.nbytes)
+            view = mapping.views.add(place, shown)
         return view
 
     def forget(self, peer: Peer) -> None:

@@ -55,13 +55,15 @@ class ControlBlock:
 
     def group_slots(self, number: int) -> int | None:
         """Return the offset of a group's slot table in the owner's arena; None while the group has none."""
+        entry = self._entry_of(number)
+        return None if entry is None else self.words[entry + 1]
+
+    def _entry_of(self, number: int) -> int | None:
         words, wanted = self.words, _to_signed(number)
         # If the owner has freed the block, the arena may hold other data here.
         used = min(words[_USED], _PAIRS)
-        for entry in range(self._directory, self._directory + 2 * used, 2):
-            if words[entry] == wanted:
-                return words[entry + 1]
-        return None
+        entries = range(self._directory, self._directory + 2 * used, 2)
+        return next((entry for entry in entries if words[entry] == wanted), None)
 
     @property
     def asleep(self) -> memoryview:
@@ -117,8 +119,7 @@ class OwnControlBlock(ControlBlock):
 
     def remove_group(self, number: int) -> None:
         """Remove a group's slot table from the directory, and make the entry free."""
-        words, wanted = self.words, _to_signed(number)
-        for entry in range(self._directory, self._directory + 2 * words[_USED], 2):
-            if words[entry] == wanted:
-                words[entry] = 0
-                self._free.append(entry)
+        entry = self._entry_of(number)
+        if entry is not None:
+            self.words[entry] = 0
+            self._free.append(entry)

@@ -256,17 +256,18 @@ class ShmTransport(Transport):
             slots.block.free()
             raise
         piece_nbytes = min(config.piece_nbytes, _MOST_READ_NBYTES)
-        return ShmNative(slots, place, piece_nbytes, self)
+        publish = functools.partial(self._publish_slots, slots, place)
+        return ShmNative(slots, piece_nbytes, publish, functools.partial(self._withdraw_slots, slots))
 
-    def publish_slots(self, slots: SlotTable, place: int) -> None:
-        """Show the members of a group this rank's slot table; see `SlotPublisher`."""
+    def _publish_slots(self, slots: SlotTable, place: int) -> None:
+        """Show the members of a group this rank's slot table."""
         self._slot_tables[slots.number] = slots
         self._control.publish_group(place, slots.number, slots.block.offset)
         for local_peer in self._connected.values():
             # It may wait for this group.
             local_peer.wake_if_asleep()
 
-    def withdraw_slots(self, slots: SlotTable) -> None:
+    def _withdraw_slots(self, slots: SlotTable) -> None:
         """Hide this rank's slot table, and free it once no member reads it."""
         if self._slot_tables.pop(slots.number, None) is not None and self._arena.pid == os.getpid():
             deferred_free.release_slots(slots, self._control)
@@ -414,7 +415,7 @@ class ShmTransport(Transport):
         if self._listener is not None:
             self._listener.close()
         for slots in list(self._slot_tables.values()):
-            self.withdraw_slots(slots)
+            self._withdraw_slots(slots)
         if self._closed:
             return
         self._closed = True

@@ -11,10 +11,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.ops import Collective
 from asyncdist.errors import GroupError
 from asyncdist.kernel.algorithms.schedule import Schedule
@@ -30,28 +30,23 @@ from asyncdist_transports.shm.collectives.streaming import StagedStream
 log = logging.getLogger("asyncdist")
 
 
-class SlotPublisher(Protocol):
-    """The part of `ShmTransport` by which the members of a group find their slot tables."""
-
-    def publish_slots(self, slots: SlotTable, place: int) -> None:
-        """Show the members this rank's slot table, in that entry of the control block."""
-
-    def withdraw_slots(self, slots: SlotTable) -> None:
-        """Hide this rank's slot table, and free it once no member reads it."""
-
-
 class ShmNative(Native):
-    """The collectives of one group in shared memory."""
+    """The collectives of one group in shared memory.
 
-    def __init__(self, slots: SlotTable, place: int, piece_nbytes: int, publisher: SlotPublisher) -> None:
-        self.slots, self._place = slots, place
+    Args:
+        publish: Shows the members this rank's slot table.
+        withdraw: Hides it, and frees it once no member reads it.
+    """
+
+    def __init__(self, slots: SlotTable, piece_nbytes: int, publish: Callback, withdraw: Callback) -> None:
+        self.slots = slots
         self._piece_nbytes = piece_nbytes
-        self._publisher = publisher
+        self._publish, self._withdraw = publish, withdraw
         self.stream = StagedStream()
         self._large = Large(slots, self.stream)
 
     def open(self) -> None:
-        self._publisher.publish_slots(self.slots, self._place)
+        self._publish()
 
     def close(self) -> None:
         # No later call raises the error of these.
@@ -59,7 +54,7 @@ class ShmNative(Native):
             self.slots.check_deferred(math.inf)
         except GroupError as error:
             log.error("calls before the end of the group had wrong results: %s", error.summary)
-        self._publisher.withdraw_slots(self.slots)
+        self._withdraw()
 
     def publish(self, sequence: int, fingerprint: int) -> Schedule:
         yield from self.slots.enter(sequence)
