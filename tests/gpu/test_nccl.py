@@ -12,7 +12,7 @@ from asyncdist.kernel.devices.group import DeviceGroup
 from asyncdist.kernel.memory.reduce_kernels import arithmetic
 from asyncdist.testing.arithmetic import numbers, reduced, reductions, same
 from asyncdist.testing.cluster import run_ranks
-from asyncdist_transports.nccl import Nccl, collectives
+from asyncdist_transports.nccl import Nccl
 from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, load, numbers_of
 from asyncdist_transports.nccl.communicator import communicators
 
@@ -98,7 +98,7 @@ def test_reductions_that_nccl_does_not_support(dtype, size):
             continue
         inputs = [numbers(1000, dtype, seed=rank) for rank in range(size)]
         out = torch.empty(1000, dtype=dtype, device=CUDA)
-        collectives.reduce_on_device(arithmetic(op, dtype), [each.to(CUDA) for each in inputs], out)
+        arithmetic(op, dtype).reduce([each.to(CUDA) for each in inputs], out)
         assert same(out.cpu(), reduced(inputs, op)), op
 
 

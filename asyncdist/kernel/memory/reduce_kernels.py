@@ -166,10 +166,12 @@ class Arithmetic(NamedTuple):
                 divide(wide, len(inputs))
             out.copy_(wide)
             return
-        first, second, *others = inputs
-        self.combine(first, second, out=out)
-        for other in others:
-            self.combine(out, other, out=out)
+        if len(inputs) == 1:
+            out.copy_(inputs[0])
+        else:
+            self.combine(inputs[0], inputs[1], out=out)
+            for other in inputs[2:]:
+                self.combine(out, other, out=out)
         if self.averages:
             divide(out, len(inputs))
 

@@ -215,10 +215,7 @@ class CudaIpc(DeviceCollectives):
         self, kernels: Arithmetic, own: torch.Tensor, others: Sequence[torch.Tensor], out: torch.Tensor
     ) -> None:
         """Reduce ``own`` and ``others`` into ``out``, which may be ``own``; tensors of other devices are copied here."""
-        if others:
-            kernels.reduce([own, *(other.to(own.device, non_blocking=True) for other in others)], out)
-        elif out is not own:
-            out.copy_(own)
+        kernels.reduce([own, *(other.to(own.device, non_blocking=True) for other in others)], out)
 
     # -- data movement ------------------------------------------------------------------------------
 

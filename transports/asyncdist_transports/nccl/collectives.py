@@ -250,7 +250,7 @@ class Nccl(DeviceCollectives):
             piece = memory.tensor[start:stop]
             rows = self._rows(piece.numel(), piece.dtype)
             self._enqueue(("allGather", piece.data_ptr(), rows[0].data_ptr(), piece.nbytes, BYTES))
-            reduce_on_device(kernels, rows, piece)
+            kernels.reduce(rows, piece)
 
     def _reduce_scatter_gathered(self, blocks: Sequence[Memory], own: Memory, kernels: Arithmetic) -> None:
         """Reduce the ``blocks[rank]`` of all ranks into ``own``, which may be the same memory."""
@@ -264,7 +264,7 @@ class Nccl(DeviceCollectives):
             )
             if rows:
                 rows[self.context.rank].copy_(pieces[self.context.rank])
-                reduce_on_device(kernels, rows, out)
+                kernels.reduce(rows, out)
 
     # -- data movement -------------------------------------------------------------------------
 
@@ -342,14 +342,6 @@ class Nccl(DeviceCollectives):
             for block, part in zip(blocks, whole.split(blocks[0].nbytes), strict=True):
                 part.copy_(block.raw)
         return whole
-
-
-def reduce_on_device(kernels: Arithmetic, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Reduce all ranks' contributions into ``out`` on the device."""
-    if len(rows) == 1:
-        out.copy_(rows[0])
-    else:
-        kernels.reduce(rows, out)
 
 
 def _equal_counts(blocks: Sequence[Memory]) -> bool:
