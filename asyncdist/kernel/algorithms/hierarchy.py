@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from asyncdist.kernel.algorithms.cost import Cost
-from asyncdist.kernel.algorithms.schedule import Action, Combine, Place, Recv, Schedule, Send, Step
+from asyncdist.kernel.algorithms.schedule import Combine, Place, Recv, Schedule, Send, Step
 from asyncdist.kernel.algorithms.selection import DEFAULT, Model, candidates
 from asyncdist.kernel.algorithms.sharing import Sharing
 
@@ -106,14 +106,15 @@ def among(members: Sequence[int], schedule: Schedule) -> Schedule:
     """Run in a group the schedule of a subset of its ranks, whose peers are indices into ``members``."""
     try:
         for step in schedule:
-            yield members[step] if isinstance(step, int) else tuple([_renamed(action, members) for action in step])
+            if isinstance(step, int):
+                yield members[step]
+                continue
+            yield tuple(
+                [each if isinstance(each, Combine) else type(each)(members[each.peer], each.place) for each in step]
+            )
     # The schedule may hold resources, so it is closed now and not by the garbage collector.
     finally:
         schedule.close()
-
-
-def _renamed(action: Action, members: Sequence[int]) -> Action:
-    return action if isinstance(action, Combine) else type(action)(members[action.peer], action.place)
 
 
 def gather_runs(place: int, size: int, runs: Sequence[Sequence[Place]]) -> Schedule:

@@ -124,7 +124,10 @@ class Sharing:
 
     def packed(self) -> list[Any]:
         """Return plain data for `unpacked`."""
-        return [self._blocks, [[_plain(reached), _plain(ranks)] for reached, ranks in self._exceptions]]
+        plain = [
+            [[[each.start, each.stop, each.step] for each in ranks] for ranks in pair] for pair in self._exceptions
+        ]
+        return [self._blocks, plain]
 
     @classmethod
     def unpacked(cls, data: Sequence[Any]) -> Sharing:
@@ -145,10 +148,6 @@ def _runs(blocks: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         else:
             runs.append((start, size, number))
     return runs
-
-
-def _plain(ranks: Ranks) -> list[list[int]]:
-    return [[each.start, each.stop, each.step] for each in ranks]
 
 
 def _of_plain(data: Iterable[Sequence[int]]) -> Ranks:

@@ -134,10 +134,8 @@ class CompletionWatcher:
     def enqueued(self, pending: Pending, value: Any, event: DeviceEvent) -> None:
         """Record that an operation is enqueued. If something waits, poll for a moment here: no thread must wake up then."""
         pending.enqueued(value, event)
-        if pending.is_awaited:
-            self._finish_soon(pending, event)
-
-    def _finish_soon(self, pending: Pending, event: DeviceEvent) -> None:
+        if not pending.is_awaited:
+            return
         try:
             has_passed = completes_soon(event)
         # The thread reports the failure of the device.

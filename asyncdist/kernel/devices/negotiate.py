@@ -82,12 +82,14 @@ def _offer(cls: type[DeviceCollectives], context: DeviceContext) -> Offer:
 
 
 def _first_refusal(name: str, gathered: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return why some rank cannot use the backend: the reason of the lowest such rank."""
-    for rank, one in enumerate(gathered):
-        offer = one.get(name, "it does not have this backend")
-        if isinstance(offer, str):
-            return f"rank {rank}: {offer}"
-    return None
+    """Return why some rank cannot use the backend, or None."""
+    offers = [one.get(name, "it does not have this backend") for one in gathered]
+    return _of_lowest_rank([offer if isinstance(offer, str) else None for offer in offers])
+
+
+def _of_lowest_rank(reasons: Sequence[str | None]) -> str | None:
+    """Return the reason of the lowest rank that has one."""
+    return next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None), None)
 
 
 def _start_failure(
@@ -99,5 +101,4 @@ def _start_failure(
         reason = None
     except Exception as cause:
         reason = describe_error(cause)
-    reasons = enumerate(context.all_gather_object(reason))
-    return next((f"rank {rank}: {each}" for rank, each in reasons if each is not None), None)
+    return _of_lowest_rank(context.all_gather_object(reason))

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from asyncdist.errors import MismatchError
 from asyncdist.kernel.engine.executor import EngineHost
 from asyncdist.kernel.engine.operation import Channel
-from asyncdist.kernel.tracing.call_text import describe_call
-from asyncdist.kernel.transport.wire_format import Fingerprint
+from asyncdist.kernel.transport.wire_format import Fingerprint, describe_call
 
 
 class CollectiveChecker:

@@ -307,21 +307,6 @@ class GroupHooks:
         pending: The observed operations that have not ended, each with the hooks of its start.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_add",
-        "_everywhere",
-        "_observed",
-        "has_start",
-        "hooks",
-        "new_entry",
-        "own",
-        "pending",
-        "rank",
-        "ranks",
-        "record",
-    )
-
     def __init__(
         self, ranks: tuple[int, ...], rank: int, add: Callable[[Entry], None], *, everywhere: bool = True
     ) -> None:

@@ -23,6 +23,12 @@ _TOLD = 1.0
 """Seconds after which a pending collective is worth a sentence."""
 _SILENT = "did not answer"
 _ORDER = {"lost": 0, "silent": 1, "failed": 2, "pending": 3, "idle": 4, "left": 5}
+# The fields that a status as JSON values shows, and those of its call by their keys.
+_SHOWN = (
+    "rank", "state", "host", "pid", "generation", "reason", "seconds", "calls_per_second", "bytes_per_second",
+    "last_heard", "waits_for", "waited_for_by", "remarks", "culprit",
+)  # fmt: skip
+_SHOWN_OF_CALL = {"operation": "op", "number": "seq", "call": "call", "group": "group", "nbytes": "nbytes"}
 # A rank that issues this share of so many collectives last, and is so many seconds late, is a straggler.
 _STRAGGLER_SHARE, _STRAGGLER_CALLS, _STRAGGLER_SECONDS = 0.8, 10, 1e-3
 
@@ -82,30 +88,10 @@ class RankStatus:
     def as_dict(self) -> dict[str, Any]:
         """Return the status as JSON values, with the keys that docs/debugging.md documents."""
         call = self.call
-        return {
-            "rank": self.rank,
-            "state": self.state,
-            "host": self.host,
-            "pid": self.pid,
-            "generation": self.generation,
-            "member": self.is_member,
-            "reason": self.reason,
-            "operation": call.op if call else None,
-            "number": call.seq if call else None,
-            "call": call.call if call else None,
-            "group": call.group if call else None,
-            "nbytes": call.nbytes if call else None,
-            "done_nbytes": call.done if call and call.finished is None else None,
-            "seconds": self.seconds,
-            "pending_calls": self.pending,
-            "calls_per_second": self.calls_per_second,
-            "bytes_per_second": self.bytes_per_second,
-            "last_heard": self.last_heard,
-            "waits_for": self.waits_for,
-            "waited_for_by": self.waited_for_by,
-            "remarks": self.remarks,
-            "culprit": self.culprit,
-        }
+        own = {name: getattr(self, name) for name in _SHOWN}
+        of_call = {name: getattr(call, field, None) for name, field in _SHOWN_OF_CALL.items()}
+        done = call.done if call and call.finished is None else None
+        return {**own, "member": self.is_member, "pending_calls": self.pending, **of_call, "done_nbytes": done}
 
 
 @dataclass

@@ -24,9 +24,8 @@ from asyncdist.base.ops import is_message
 from asyncdist.kernel import c10d_private
 from asyncdist.kernel.torch_private import enter_span, exit_span, is_profiler_enabled
 from asyncdist.kernel.tracing import stacks, torch_format
-from asyncdist.kernel.tracing.call_text import call_in_words
 from asyncdist.kernel.tracing.trace_record import parse
-from asyncdist.kernel.transport.wire_format import Fingerprint
+from asyncdist.kernel.transport.wire_format import Fingerprint, call_in_words
 
 log = logging.getLogger("asyncdist")
 

@@ -9,7 +9,7 @@ the host until the peers have made the same call. It is called within ``streams.
 executor's thread or the calling thread.
 
 To write a backend, implement `DeviceCollectives`, and register the class under the entry-point group
-``asyncdist.device_backends``. This module imports no engine and no group.
+``asyncdist.device_backends``.
 """
 
 from __future__ import annotations
@@ -96,10 +96,6 @@ class DeviceContext:
         gather.own_view[:] = payload
         self.host.all_gather_single(gather.all, gather.own, background=False, timeout=self.remaining).result()
         return list(map(bytes, gather.views))
-
-    def mismatch_error(self, rank: int, own: int, other: int) -> Exception:
-        """Return the error to raise if the fingerprint of ``rank``'s call differs from this rank's."""
-        return self.host.endpoint.difference(self.host.member_ids[rank], own, other)
 
     def barrier(self) -> None:
         """Block until every rank has called this. Raises GroupError."""

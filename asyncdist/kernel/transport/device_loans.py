@@ -8,7 +8,7 @@ No stream waits for another process. The borrower polls the event after which th
 copy; the owner is told when the copy is complete. So a process that is killed leaves no stream of another one waiting.
 
 A borrower verifies once that what it maps is the owner's memory, by the owner's ``probe``. To write a back end, implement
-`DeviceLoans`, and return it from `DeviceCollectives.make_loans`. This module imports no engine and no group.
+`DeviceLoans`, and return it from `DeviceCollectives.make_loans`.
 """
 
 from __future__ import annotations

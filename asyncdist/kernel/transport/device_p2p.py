@@ -10,7 +10,7 @@ Its sender waits until it has been sent, so either rank may leave when its own h
 
 `DeviceP2P.send` and `DeviceP2P.receive` are generators: they yield a work and are resumed when it is complete, so a
 message whose peer is late does not block other messages. To write a backend, implement `DeviceP2P`, and return it from
-`DeviceCollectives.make_p2p`. This module imports no engine and no group.
+`DeviceCollectives.make_p2p`.
 """
 
 from __future__ import annotations
