@@ -26,14 +26,11 @@ def excluded_from_compile(owner: type[T]) -> type[T]:
 
     The rank and the size of a group become constants of a graph, which is compiled again when they have changed.
     """
-    for name, member in vars(owner).items():
-        if isinstance(member, FunctionType) and name not in _CONSTANTS:
-            _exclude(member)
-    return owner
-
-
-def _exclude(function: Any) -> None:
     skip = FrameAction.SKIP
-    compiled_frames.set_code_exec_strategy(function.__code__, FrameExecStrategy(skip, skip))
-    function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = _REASON
+    functions: list[Any] = [
+        member for name, member in vars(owner).items() if isinstance(member, FunctionType) and name not in _CONSTANTS
+    ]
+    for function in functions:
+        compiled_frames.set_code_exec_strategy(function.__code__, FrameExecStrategy(skip, skip))
+        function._torchdynamo_disable, function._torchdynamo_disable_msg = True, _REASON
+    return owner

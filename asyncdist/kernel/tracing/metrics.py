@@ -137,14 +137,10 @@ class GroupMetrics:
             return [*self._operation_metrics(), *self._peer_metrics(), *self._pending_metrics()]
 
     def _operation_metrics(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
-
-        names = ("group", "rank", "operation")
-        errors = CounterMetricFamily("asyncdist_operation_errors", "Operations that have failed.", labels=names)
-        nbytes = CounterMetricFamily("asyncdist_operation_bytes", "Payload of successful operations.", labels=names)
-        seconds = HistogramMetricFamily(
-            "asyncdist_operation_seconds", "Seconds from the call of an operation to its end.", labels=names
-        )
+        errors = _family("Counter", "operation_errors", "Operations that have failed.", "operation")
+        nbytes = _family("Counter", "operation_bytes", "Payload of successful operations.", "operation")
+        about = "Seconds from the call of an operation to its end."
+        seconds = _family("Histogram", "operation_seconds", about, "operation")
         for (group, rank, op), counters in self._operations.items():
             labels = (group, str(rank), op)
             errors.add_metric(labels, counters.errors)
@@ -155,17 +151,11 @@ class GroupMetrics:
         yield from (errors, nbytes, seconds)
 
     def _peer_metrics(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily
-
-        names = ("group", "rank", "peer")
-        waits = CounterMetricFamily(
-            "asyncdist_wait_seconds", "Seconds for which operations of the rank have waited for the peer.", labels=names
-        )
-        stragglers = CounterMetricFamily(
-            "asyncdist_straggler_operations",
-            f"Operations whose longest wait, of at least {self._straggler_seconds:g} s, was for the peer.",
-            labels=names,
-        )
+        least = f"{self._straggler_seconds:g} s"
+        about = "Seconds for which operations of the rank have waited for the peer."
+        waits = _family("Counter", "wait_seconds", about, "peer")
+        about = f"Operations whose longest wait, of at least {least}, was for the peer."
+        stragglers = _family("Counter", "straggler_operations", about, "peer")
         for (group, rank), peers in self._peers.items():
             for peer, counters in peers.items():
                 labels = (group, str(rank), str(peer))
@@ -174,13 +164,9 @@ class GroupMetrics:
         yield from (waits, stragglers)
 
     def _pending_metrics(self) -> Iterator[Any]:
-        from prometheus_client.core import GaugeMetricFamily
-
-        names = ("group", "rank", "operation")
-        pending = GaugeMetricFamily("asyncdist_operations_pending", "Operations that have not ended.", labels=names)
-        oldest = GaugeMetricFamily(
-            "asyncdist_oldest_pending_seconds", "Seconds since the call of the oldest pending operation.", labels=names
-        )
+        pending = _family("Gauge", "operations_pending", "Operations that have not ended.", "operation")
+        about = "Seconds since the call of the oldest pending operation."
+        oldest = _family("Gauge", "oldest_pending_seconds", about, "operation")
         # An operation that has no pending call is reported as 0, so that the series has no gaps.
         calls: dict[tuple[str, int, str], list[float]] = {key: [] for key in self._operations}
         for record in pending_operations():
@@ -191,6 +177,13 @@ class GroupMetrics:
             pending.add_metric(labels, len(starts))
             oldest.add_metric(labels, now - min(starts) if starts else 0.0)
         yield from (pending, oldest)
+
+
+def _family(kind: str, name: str, about: str, of: str) -> Any:
+    """Return a family of metrics without samples, whose last label is ``of``."""
+    from prometheus_client import core
+
+    return getattr(core, f"{kind}MetricFamily")(f"asyncdist_{name}", about, labels=("group", "rank", of))
 
 
 class MetricsServer:
