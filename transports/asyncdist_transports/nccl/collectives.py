@@ -24,6 +24,7 @@ from asyncdist.kernel.memory.reduce_kernels import Arithmetic, divide
 from asyncdist.kernel.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.kernel.transport.device_p2p import DeviceP2P
 from asyncdist.kernel.transport.device_streams import becomes_idle
+from asyncdist.kernel.transport.native import CallSignature
 from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, Bindings, load, numbers_of, version_text
 from asyncdist_transports.nccl.communicator import Call, Communicator
 from asyncdist_transports.nccl.p2p import NcclP2P
@@ -169,10 +170,11 @@ class Nccl(DeviceCollectives):
             raise GroupAbortedError("the NCCL communicator was not created")
         self._made.enqueue(*calls)
 
-    def _record_stream(self, *memories: Memory) -> None:
-        """Tell the allocator that the communication stream uses these tensors."""
-        for memory in memories:
-            self.context.streams.record_stream(memory.tensor)
+    def run(self, signature: CallSignature, *tensors: Any) -> None:
+        # The allocator must know that the communication stream uses them.
+        for tensor in _tensors_in(tensors):
+            self.context.streams.record_stream(tensor)
+        super().run(signature, *tensors)
 
     def _bytes(self, nbytes: int) -> torch.Tensor:
         """Return memory allocated on the communication stream; it may be dropped while queued calls use it."""
@@ -181,7 +183,6 @@ class Nccl(DeviceCollectives):
     # -- reductions ----------------------------------------------------------------------------
 
     def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> None:
-        self._record_stream(*memories)
         numbers = numbers_of(kernels.op, memories[0].dtype, self.context.size)
         if numbers is None:
             for memory in memories:
@@ -195,7 +196,6 @@ class Nccl(DeviceCollectives):
                 divide(memory.tensor, self.context.size)
 
     def reduce(self, fingerprint: int, memory: Memory, root: int, kernels: Arithmetic) -> None:
-        self._record_stream(memory)
         is_root = self.context.rank == root
         numbers = numbers_of(kernels.op, memory.dtype, self.context.size)
         if numbers is None:
@@ -210,7 +210,6 @@ class Nccl(DeviceCollectives):
                 divide(memory.tensor, self.context.size)
 
     def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> None:
-        self._record_stream(own, *inputs)
         numbers = numbers_of(kernels.op, own.dtype, self.context.size)
         if numbers is None:
             self._reduce_scatter_gathered(inputs, own, kernels)
@@ -269,7 +268,6 @@ class Nccl(DeviceCollectives):
     # -- data movement -------------------------------------------------------------------------
 
     def broadcast(self, fingerprint: int, memory: Memory, root: int) -> None:
-        self._record_stream(memory)
         if memory.count:
             place = memory.tensor.data_ptr()
             self._enqueue(("broadcast", place, place, memory.nbytes, BYTES, root))
@@ -278,7 +276,6 @@ class Nccl(DeviceCollectives):
         calls: list[Call] = []
         gathered: list[tuple[torch.Tensor, Sequence[Memory]]] = []
         for blocks, own in rows:
-            self._record_stream(own, *blocks)
             place = own.tensor.data_ptr()
             if not _equal_counts(blocks):
                 inputs = [place if rank == self.context.rank else 0 for rank in range(self.context.size)]
@@ -300,22 +297,17 @@ class Nccl(DeviceCollectives):
 
     def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
         if self.context.rank == root:
-            self._record_stream(*blocks)
             self._exchange({}, {rank: blocks[rank].tensor for rank in self.context.others})
         else:
-            self._record_stream(own)
             self._exchange({root: own.tensor}, {})
 
     def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
         if self.context.rank == root:
-            self._record_stream(*blocks)
             self._exchange({rank: blocks[rank].tensor for rank in self.context.others}, {})
         else:
-            self._record_stream(own)
             self._exchange({}, {root: own.tensor})
 
     def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> None:
-        self._record_stream(*incoming, *outgoing)
         others = self.context.others
         self._exchange(
             {rank: outgoing[rank].tensor for rank in others}, {rank: incoming[rank].tensor for rank in others}
@@ -342,6 +334,15 @@ class Nccl(DeviceCollectives):
             for block, part in zip(blocks, whole.split(blocks[0].nbytes), strict=True):
                 part.copy_(block.raw)
         return whole
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a call, in lists or not; None has none."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    else:
+        for each in value or ():
+            yield from _tensors_in(each)
 
 
 def _equal_counts(blocks: Sequence[Memory]) -> bool:

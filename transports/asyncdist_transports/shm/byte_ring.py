@@ -7,7 +7,7 @@ the count of bytes read; both counts only grow. Each end behaves like a non-bloc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from asyncdist.base.callables import Callback
@@ -31,12 +31,22 @@ class _RingEnd:
         self._fence, self._wake_peer = fence, wake_peer
         self._moved = own_words[self._word]
 
-    def _publish_moved(self) -> None:
-        """Publish the bytes moved, and wake the peer: it may wait for bytes or for free space."""
+    def _move(self, buffers: Sequence[bytes | bytearray | memoryview], copy: Callable[[memoryview], int]) -> int:
+        """Copy what fits, publish it, and wake the peer, which may wait for bytes or space. Raises BlockingIOError."""
+        moved = 0
+        for buffer in buffers:
+            if len(buffer):
+                count = copy(memoryview(buffer))
+                moved += count
+                if count < len(buffer):
+                    break
+        if not moved:
+            raise BlockingIOError
         self._fence.light()
         self._own_words[self._word] = self._moved
         self._fence.full()
         self._wake_peer()
+        return moved
 
 
 class RingWriter(_RingEnd):
@@ -46,20 +56,10 @@ class RingWriter(_RingEnd):
 
     def sendmsg(self, buffers: Sequence[bytes | bytearray | memoryview], /) -> int:
         """Write as many bytes as there is free space for; BlockingIOError without free space."""
-        sent = 0
-        for buffer in buffers:
-            if len(buffer):
-                count = self._copy_in(memoryview(buffer))
-                sent += count
-                if count < len(buffer):
-                    break
-        if not sent:
-            raise BlockingIOError
-        self._publish_moved()
-        return sent
+        return self._move(buffers, self._copy_in)
 
     def send(self, data: memoryview, /) -> int:
-        return self.sendmsg((data,))
+        return self._move((data,), self._copy_in)
 
     def _copy_in(self, data: memoryview) -> int:
         size = len(self._memory)
@@ -88,20 +88,10 @@ class RingReader(_RingEnd):
 
     def recv_into(self, buffer: memoryview, nbytes: int, /) -> int:
         """Read the bytes that have arrived, up to ``nbytes``; BlockingIOError if no byte has arrived."""
-        return self.recvmsg_into((buffer[:nbytes],))[0]
+        return self._move((buffer[:nbytes],), self._copy_out)
 
     def recvmsg_into(self, buffers: Sequence[bytearray | memoryview], /) -> tuple[int]:
-        count = 0
-        for buffer in buffers:
-            if len(buffer):
-                copied = self._copy_out(memoryview(buffer))
-                count += copied
-                if copied < len(buffer):
-                    break
-        if not count:
-            raise BlockingIOError
-        self._publish_moved()
-        return (count,)
+        return (self._move(buffers, self._copy_out),)
 
     def _copy_out(self, buffer: memoryview) -> int:
         count = min(len(buffer), self._peer_words[WRITTEN] - self._moved)

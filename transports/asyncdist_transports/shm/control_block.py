@@ -23,7 +23,7 @@ from asyncdist.kernel.memory.shared_arena import Arena, ArenaBlock, ArenaMapping
 from asyncdist_transports.shm.memory_order import Fence
 
 WORDS_PER_LINE = 8
-_ASLEEP, _USED, _CORE, _BEATS, _PEERS = 0, *range(WORDS_PER_LINE, WORDS_PER_LINE + 3), 2 * WORDS_PER_LINE
+_ASLEEP, _USED, _CORE, BEATS, _PEERS = 0, *range(WORDS_PER_LINE, WORDS_PER_LINE + 3), 2 * WORDS_PER_LINE
 _PAIRS = 1024
 """The number of entries in the directory."""
 RING, WRITTEN, READ = 0, 1, 2
@@ -78,15 +78,6 @@ class ControlBlock:
     @core.setter
     def core(self, core: int) -> None:
         self.words[_CORE] = core + 1
-
-    @property
-    def beats(self) -> int:
-        """The number of the rank's heartbeats so far. Only the owner may set it."""
-        return self.words[_BEATS]
-
-    @beats.setter
-    def beats(self, beats: int) -> None:
-        self.words[_BEATS] = beats
 
 
 class OwnControlBlock(ControlBlock):

@@ -28,7 +28,7 @@ from asyncdist_transports.shm import deferred_free
 from asyncdist_transports.shm.byte_ring import NBYTES as RING_NBYTES
 from asyncdist_transports.shm.collectives.native import ShmNative
 from asyncdist_transports.shm.collectives.slot_table import SlotTable
-from asyncdist_transports.shm.control_block import ControlBlock, OwnControlBlock
+from asyncdist_transports.shm.control_block import BEATS, ControlBlock, OwnControlBlock
 from asyncdist_transports.shm.local_listener import (
     Introduction,
     LocalListener,
@@ -379,13 +379,13 @@ class ShmTransport(Transport):
     # -- heartbeats ----------------------------------------------------------------------------
 
     def pulse(self) -> None:
-        self._control.beats += 1
+        self._control.words[BEATS] += 1
 
     def beat(self) -> dict[int, bool]:
         heard = {}
         for peer, local_peer in self._connected.items():
             # A peer that has not begun to beat has not opened its world yet.
-            if peer in self._used and (beats := local_peer.control.beats):
+            if peer in self._used and (beats := local_peer.control.words[BEATS]):
                 heard[peer] = beats != self._beats_heard.get(peer)
                 self._beats_heard[peer] = beats
         return heard
