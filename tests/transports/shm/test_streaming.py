@@ -43,9 +43,7 @@ async def check(groups, *counts):
 
 def stage(group, far):
     """Let a member always stage ``far`` rounds ahead."""
-    native_of(group).stream.tuners = defaultdict(
-        type("Decided", (streaming.AheadTuner,), {"choose": lambda tried: far})
-    )
+    native_of(group).large.tuners = defaultdict(type("Decided", (streaming.AheadTuner,), {"choose": lambda tried: far}))
 
 
 async def test_concurrent_collectives_share_the_stream():
@@ -173,7 +171,7 @@ async def test_every_collective_may_be_staged_ahead(ahead):
             stage(group, far)
         await check_all(groups, PIECE + 1, 2 * PIECE, 17 * PIECE, 40 * PIECE + 5)
         for group in groups:
-            assert names <= {name for (name, _), _ in native_of(group).stream.tuners}
+            assert names <= {name for name, _, _ in native_of(group).large.tuners}
 
 
 async def test_collective_uses_slot_areas_while_a_later_one_has_the_stream():

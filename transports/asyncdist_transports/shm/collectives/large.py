@@ -7,6 +7,7 @@ block's pieces are staged. Reductions differ from copies only in the reading of 
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from asyncdist_transports.shm.collectives import zero_copy
 from asyncdist_transports.shm.collectives.slot_table import DONE, SlotMember, SlotTable
 from asyncdist_transports.shm.collectives.small import Blocks, every_member_reduces
 from asyncdist_transports.shm.collectives.staging import CollectiveState, PieceAction, Pieces, head_nbytes
-from asyncdist_transports.shm.collectives.streaming import StagedStream
+from asyncdist_transports.shm.collectives.streaming import AheadTuner, Tuners, run_staged_rounds
 
 
 class BlockPieces(Pieces):
@@ -74,8 +75,9 @@ class BlockPieces(Pieces):
 class Large:
     """Collectives in rounds."""
 
-    def __init__(self, slots: SlotTable, stream: StagedStream) -> None:
-        self._slots, self._stream = slots, stream
+    def __init__(self, slots: SlotTable) -> None:
+        self._slots = slots
+        self.tuners: Tuners = defaultdict(AheadTuner)
         self._rank, self._size = slots.rank, slots.size
         self._others = slots.others
 
@@ -132,30 +134,19 @@ class Large:
             arithmetic.reduce(inputs, own)
 
         stage = functools.partial(pieces.stage, 0, memory)
-        yield from self._stage_and_read(state, "all_reduce", pieces, memory.count, stage, read, reads_open=False)
+        yield from self._stage_and_read("all_reduce", pieces, memory.count, stage, read, reads_open=False)
 
     def _stage_and_read(
-        self,
-        state: CollectiveState,
-        name: str,
-        pieces: Pieces,
-        most: int,
-        stage: PieceAction,
-        read: PieceAction,
-        *,
-        reads_open: bool = True,
+        self, name: str, pieces: Pieces, most: int, stage: PieceAction, read: PieceAction, *, reads_open: bool = True
     ) -> Schedule:
         """Let every member stage and read, in as many rounds as ``most`` elements need."""
-        kind, count, others = (name, pieces.dtype), pieces.round_count(most), self._others
-        return self._stream.run_rounds(
-            state, kind, count, pieces.nbytes, stage, read, others, others, reads_open=reads_open
-        )
+        count, others = pieces.round_count(most), self._others
+        return run_staged_rounds(self.tuners, name, pieces, count, stage, read, others, others, reads_open=reads_open)
 
     def _reduce_scatter_all_gather(self, state: CollectiveState, memory: Memory, arithmetic: Arithmetic) -> Schedule:
         """Reduce-scatter and all-gather: rounds alternate between reducing this member's block and sharing it."""
         pieces = Pieces(state, self._size, memory.dtype)
-        parts = TensorBlocks.split(memory, self._size)
-        blocks = [parts[rank] for rank in range(self._size)]
+        blocks = TensorBlocks.split(memory, self._size)
         own = blocks[self._rank]
 
         def stage(k: int, round_index: int) -> None:
@@ -175,7 +166,7 @@ class Large:
                 piece = pieces.of(blocks[member.rank], k // 2)
                 piece.copy_(pieces.staged(member.rank, member.rank, piece.numel(), round_index))
 
-        most = max(block.count for block in blocks)
+        most = max(blocks[rank].count for rank in range(self._size))
         # Also for this member's own block, which is staged after its reduction.
         pieces.reserve(self._size, most)
         yield from state.run_rounds(
@@ -223,8 +214,8 @@ class Large:
         peers = self._others if at_root else [self._slots.members_by_rank[signature.root]]
         count = 1 if state.location else pieces.round_count(most)
         if outward == at_root:
-            kind = signature.collective.name, pieces.dtype
-            yield from self._stream.run_rounds(state, kind, count, pieces.nbytes, stage, None, (), peers)
+            name = signature.collective.name
+            yield from run_staged_rounds(self.tuners, name, pieces, count, stage, None, (), peers)
         else:
             yield from state.run_rounds(count, None, read, peers, ())
         yield from state.finish(peers)
@@ -238,7 +229,7 @@ class Large:
         stage = functools.partial(pieces.stage_for_all, blocks)
         read = functools.partial(pieces.reduce, blocks[self._rank], own, signature.arithmetic)
         most = max(block.count for block in blocks)
-        yield from self._stage_and_read(state, "reduce_scatter", pieces, most, stage, read)
+        yield from self._stage_and_read("reduce_scatter", pieces, most, stage, read)
         yield from state.finish(self._others)
 
     def _begin_with_table(self, number: int, fingerprint: int, blocks: Sequence[Memory], offset: int = 0) -> Schedule:
@@ -277,7 +268,7 @@ class Large:
                 pieces.receive(member, blocks[member.rank], k, round_index)
 
         stage = functools.partial(pieces.stage, 0, own)
-        yield from self._stage_and_read(state, "all_gather", pieces, max(block.count for block in blocks), stage, read)
+        yield from self._stage_and_read("all_gather", pieces, max(block.count for block in blocks), stage, read)
 
     def _gather(self, signature: CallSignature, number: int, gathered: Blocks | None, tensor: torch.Tensor) -> Schedule:
         own, blocks = flat_memory(tensor), self._blocks(gathered)
@@ -346,7 +337,7 @@ class Large:
 
         stage = functools.partial(pieces.stage_for_all, outgoing)
         most = max(memory.count for memory in (*incoming, *outgoing))
-        yield from self._stage_and_read(state, "all_to_all", pieces, most, stage, read)
+        yield from self._stage_and_read("all_to_all", pieces, most, stage, read)
         yield from state.finish(self._others)
 
     def _check_size(self, number: int, member: SlotMember, block: Memory) -> None:

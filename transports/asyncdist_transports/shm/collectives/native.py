@@ -25,7 +25,6 @@ from asyncdist_transports.shm.collectives.large import Large
 from asyncdist_transports.shm.collectives.slot_table import DONE, SlotTable
 from asyncdist_transports.shm.collectives.small import small_exchange_for
 from asyncdist_transports.shm.collectives.staging import CollectiveState
-from asyncdist_transports.shm.collectives.streaming import StagedStream
 
 log = logging.getLogger("asyncdist")
 
@@ -42,8 +41,7 @@ class ShmNative(Native):
         self.slots = slots
         self._piece_nbytes = piece_nbytes
         self._publish, self._withdraw = publish, withdraw
-        self.stream = StagedStream()
-        self._large = Large(slots, self.stream)
+        self.large = Large(slots)
 
     def open(self) -> None:
         self._publish()
@@ -63,16 +61,16 @@ class ShmNative(Native):
     def prepare(self, signature: CallSignature) -> PreparedCall:
         if signature.collective is Collective.all_reduce_coalesced:
             return self._all_reduce_coalesced(signature)
-        fallback = self._large.continue_all_to_all if signature.collective is Collective.all_to_all else None
+        fallback = self.large.continue_all_to_all if signature.collective is Collective.all_to_all else None
         exchange = None if signature.sizes else small_exchange_for(self.slots, signature, fallback)
-        staged = self._large.prepare(signature) if exchange is None else exchange.begin
+        staged = self.large.prepare(signature) if exchange is None else exchange.begin
         if signature.collective is not Collective.all_reduce or signature.nbytes < zero_copy.MIN_NBYTES:
             return staged
         return self._zero_copy_or(staged, signature)
 
     def _zero_copy_or(self, staged: PreparedCall, signature: CallSignature) -> PreparedCall:
         """Return the call that reduces registered tensors in place, and stages others."""
-        slots, large = self.slots, self._large
+        slots, large = self.slots, self.large
 
         def finish_staged(state: CollectiveState, tensor: torch.Tensor) -> Schedule:
             yield from large.all_reduce_staged(state, Memory(tensor.view(-1)), signature.arithmetic)
@@ -91,7 +89,7 @@ class ShmNative(Native):
 
         def finish_staged(state: CollectiveState, tensors: Sequence[torch.Tensor]) -> Schedule:
             flat = [Memory(tensor.view(-1)) for tensor in tensors]
-            yield from self._large.all_reduce_coalesced_staged(state, flat, arithmetic)
+            yield from self.large.all_reduce_coalesced_staged(state, flat, arithmetic)
 
         reduce_in_place = zero_copy.CoalescedZeroCopyAllReduce(
             slots, signature, self._piece_nbytes, finish_staged, signature.sizes

@@ -20,7 +20,7 @@ from time import perf_counter
 from asyncdist.errors import SharedMemoryError
 from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist_transports.shm.collectives.slot_table import STREAM_PIECES, SlotMember
-from asyncdist_transports.shm.collectives.staging import CollectiveState, PieceAction
+from asyncdist_transports.shm.collectives.staging import PieceAction, Pieces
 
 AHEAD = STREAM_PIECES // 2 - 1
 _TRY_EVERY = 32
@@ -48,50 +48,45 @@ class AheadTuner:
         (self._far if ahead else self._near).append(sorted(seconds)[len(seconds) // 2])
 
 
-class StagedStream:
-    """Runs the multi-round collectives of one group in which members stage."""
+Tuners = defaultdict[Hashable, AheadTuner]
+"""The tuners of one group, by the kind of calls."""
 
-    def __init__(self) -> None:
-        self.tuners: dict[Hashable, AheadTuner] = defaultdict(AheadTuner)
 
-    def run_rounds(
-        self,
-        state: CollectiveState,
-        kind: Hashable,
-        count: int,
-        nbytes: int,
-        stage: PieceAction,
-        read: PieceAction | None,
-        sources: Sequence[SlotMember],
-        readers: Sequence[SlotMember],
-        *,
-        reads_open: bool = True,
-    ) -> Schedule:
-        """Run rounds like `CollectiveState.run_rounds`, at the distance that was faster for calls of this ``kind``.
+def run_staged_rounds(
+    tuners: Tuners,
+    name: str,
+    pieces: Pieces,
+    count: int,
+    stage: PieceAction,
+    read: PieceAction | None,
+    sources: Sequence[SlotMember],
+    readers: Sequence[SlotMember],
+    *,
+    reads_open: bool = True,
+) -> Schedule:
+    """Run rounds like `CollectiveState.run_rounds`, at the distance that was faster for calls of this name and dtype."""
+    state = pieces.state
+    if count < 2 or (reads_open and state.location):
+        yield from state.run_rounds(count, stage, read, sources, readers, reads_open=reads_open)
+        return
+    # A small tensor may itself stay in the cache.
+    tuner = tuners[name, pieces.dtype, count.bit_length()]
+    ahead = tuner.choose()
+    for ahead_now in dict.fromkeys((ahead, 0)):
+        try:
+            yield from state.open_stream(2 + 2 * ahead_now, pieces.nbytes)
+            break
+        except SharedMemoryError:
+            # Later rounds can fall back to the areas of the earlier ones.
+            if not (ahead_now or state.next_round):
+                raise
+    ahead = min(ahead, state.areas // 2 - 1)
+    seconds = [0.0] * count
 
-        A member uses up to ``nbytes`` of an area in each round.
-        """
-        if count < 2 or (reads_open and state.location):
-            yield from state.run_rounds(count, stage, read, sources, readers, reads_open=reads_open)
-            return
-        # A small tensor may itself stay in the cache.
-        tuner = self.tuners[kind, count.bit_length()]
-        ahead = tuner.choose()
-        for ahead_now in dict.fromkeys((ahead, 0)):
-            try:
-                yield from state.open_stream(2 + 2 * ahead_now, nbytes)
-                break
-            except SharedMemoryError:
-                # Later rounds can fall back to the areas of the earlier ones.
-                if not (ahead_now or state.next_round):
-                    raise
-        ahead = min(ahead, state.areas // 2 - 1)
-        seconds = [0.0] * count
+    def timed(k: int, number: int) -> None:
+        began = perf_counter()
+        stage(k, number)
+        seconds[k] = perf_counter() - began
 
-        def timed(k: int, number: int) -> None:
-            began = perf_counter()
-            stage(k, number)
-            seconds[k] = perf_counter() - began
-
-        yield from state.run_rounds(count, timed, read, sources, readers, reads_open=reads_open, ahead=ahead)
-        tuner.record(ahead, seconds)
+    yield from state.run_rounds(count, timed, read, sources, readers, reads_open=reads_open, ahead=ahead)
+    tuner.record(ahead, seconds)
