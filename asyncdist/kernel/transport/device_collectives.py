@@ -97,6 +97,10 @@ class DeviceContext:
         self.host.all_gather_single(gather.all, gather.own, background=False, timeout=self.remaining).result()
         return list(map(bytes, gather.views))
 
+    def mismatch_error(self, rank: int, own: int, other: int) -> Exception:
+        """Return the error to raise if the fingerprint of ``rank``'s call differs from this rank's."""
+        return self.host.endpoint.difference(self.host.member_ids[rank], own, other)
+
     def barrier(self) -> None:
         """Block until every rank has called this. Raises GroupError."""
         self.host.barrier(background=False, timeout=self.remaining).result()

@@ -142,8 +142,7 @@ class CudaIpc(DeviceCollectives):
         for rank in self.context.others:
             peer_fingerprint, peer_has_work = _HEAD.unpack_from(gathered[rank])
             if peer_fingerprint != fingerprint:
-                host = self.context.host
-                raise host.endpoint.difference(host.member_ids[rank], fingerprint, peer_fingerprint)
+                raise self.context.mismatch_error(rank, fingerprint, peer_fingerprint)
             if peer_has_work:
                 self._wait_for(self._peer_events[rank][0])
             views[rank] = [self._view(rank, location, tensors[0].dtype) for location in _split(gathered[rank])]
