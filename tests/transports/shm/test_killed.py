@@ -80,6 +80,6 @@ def test_ranks_killed_at_random_points_cause_no_hang_leak_or_wrong_sum(nursery, 
     assert list(folder.iterdir()) == []
     for survivor in survivors:
         survivor.say(None)
-        # The background loop's socket, the process's own segment, and no used memory.
-        assert survivor.hear() == (1, 2, 0)
+        # The background loop's socket, the process's own segment and perhaps that of its parent, and no used memory.
+        assert survivor.hear() in ((1, 1, 0), (1, 2, 0))
         assert survivor.wait() == 0
