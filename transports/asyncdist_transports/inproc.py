@@ -53,14 +53,8 @@ class InprocTransport(Transport):
     def waits(self) -> list[Wait]:
         return []
 
-    def busy(self) -> bool:
-        return False
-
     def may_receive_from(self, peer: int) -> bool:
         return peer in self._senders
-
-    def disconnect(self, peer: int) -> None:
-        """Do nothing: a lost rank of the same process has closed its mailbox."""
 
     def close(self) -> None:
         """Send a goodbye to all ranks of the world, also to those that have received nothing from this rank yet."""

@@ -57,16 +57,13 @@ _DRAIN_TIMEOUT = 1.0
 
 
 class _DeviceNative(Native):
-    """The backend as a `Native`, for calls that are prepared before the ranks have agreed on a backend."""
+    """The backend as a `Native`, for calls that are prepared before the ranks have agreed on a backend.
+
+    The first call connects the ranks, and the device group closes the backend.
+    """
 
     def __init__(self, backend: Callable[[], DeviceCollectives]) -> None:
         self._backend = backend
-
-    def open(self) -> None:
-        """Do nothing: the first call connects the ranks."""
-
-    def publish(self, sequence: int, fingerprint: int) -> Schedule:
-        yield from ()
 
     def prepare(self, signature: CallSignature) -> PreparedCall:
         def call(sequence: int, *tensors: Any) -> Schedule:
@@ -74,9 +71,6 @@ class _DeviceNative(Native):
             yield from ()
 
         return call
-
-    def close(self) -> None:
-        """Do nothing: the device group closes the backend."""
 
 
 class DeviceGroup(CollectiveOps):

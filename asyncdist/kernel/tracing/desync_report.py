@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -182,15 +182,14 @@ def paces(records: Sequence[TraceRecord], group: str, ranks: tuple[int, ...]) ->
         rank: RankPace(
             last.count(rank) / len(shared),
             statistics.median(calls[number].issued - first[number] for number in shared),
-            statistics.median(_durations(calls, shared)),
+            statistics.median(
+                [end - calls[number].issued for number in shared if (end := calls[number].finished) is not None]
+                or [0.0]
+            ),
             len(shared),
         )
         for rank, calls in issued.items()
     }
-
-
-def _durations(calls: Mapping[int, TracedCall], numbers: Sequence[int]) -> list[float]:
-    return [end - calls[number].issued for number in numbers if (end := calls[number].finished) is not None] or [0.0]
 
 
 # -- the text -------------------------------------------------------------------------------------------
@@ -229,7 +228,9 @@ def _tell_position(position: RankPosition, records: Mapping[int, TraceRecord]) -
         call = next(iter(position.calls.values()), "a call of which no rank has a record")
         yield f"{where}: {call} has not completed."
     if position.waiting:
-        yield f"  {ranks_in_words(position.waiting)} called it {_spread(position.waiting.values())} ago."
+        low, high = min(position.waiting.values()), max(position.waiting.values())
+        ago = f"{low:.1f} s" if high - low < 0.1 else f"{low:.1f} to {high:.1f} s"
+        yield f"  {ranks_in_words(position.waiting)} called it {ago} ago."
     for rank, number in sorted(position.behind.items()):
         if not number:
             yield f"  rank {rank} has called nothing in this group: the other ranks wait for it."
@@ -275,8 +276,3 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     """Return ``rank 3``, or ``ranks 0, 1 and 3``."""
     *others, last = [str(rank) for rank in sorted(ranks)]
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
-
-
-def _spread(seconds: Collection[float]) -> str:
-    low, high = min(seconds), max(seconds)
-    return f"{low:.1f} s" if high - low < 0.1 else f"{low:.1f} to {high:.1f} s"

@@ -26,7 +26,10 @@ def install_signal_handler(config: Config) -> None:
     name, folder = config.dump_signal, config.dump_dir
     if name is None:
         return
-    number = _number(name)
+    try:
+        number = signal.Signals[f"SIG{name.upper().removeprefix('SIG')}"]
+    except KeyError:
+        raise UsageError(f"ASYNCDIST_DUMP_SIGNAL={name} is no signal here: use USR2, or another of `kill -l`") from None
     if folder is None:
         raise UsageError(
             f"ASYNCDIST_DUMP_SIGNAL={name} says when to write the flight recorder: set ASYNCDIST_DUMP_DIR too"
@@ -67,10 +70,3 @@ class _Writer:
                 self._writing = False
         if callable(self._before):
             self._before(number, frame)
-
-
-def _number(name: str) -> signal.Signals:
-    try:
-        return signal.Signals[f"SIG{name.upper().removeprefix('SIG')}"]
-    except KeyError:
-        raise UsageError(f"ASYNCDIST_DUMP_SIGNAL={name} is no signal here: use USR2, or another of `kill -l`") from None

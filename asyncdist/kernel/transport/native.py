@@ -91,20 +91,18 @@ Blocks are a list with one tensor for each member, or one tensor that holds bloc
 class Native(ABC):
     """The collectives of one group whose members all reach each other. Called under the world's lock."""
 
-    @abstractmethod
-    def open(self) -> None:
+    def open(self) -> None:  # noqa: B027 - optional
         """Make this rank visible to the members, which may have called collectives already."""
 
-    @abstractmethod
     def publish(self, sequence: int, fingerprint: int) -> Schedule:
         """Publish the fingerprint of a collective that then runs over links, without waiting for data."""
+        yield from ()
 
     @abstractmethod
     def prepare(self, signature: CallSignature) -> PreparedCall:
         """Return the prepared call of one signature. Any thread may call this, with or without the lock."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - optional
         """Release the memory of the group; memory that members still read is released when they have read it."""
 
 

@@ -436,7 +436,7 @@ def _nothing() -> None:
 
 
 class ShmLink(Link):
-    """The link to one local peer."""
+    """The link to one local peer, which has been connected before the world opens."""
 
     def __init__(self, local_peer: LocalPeer) -> None:
         super().__init__(local_peer.peer)
@@ -444,9 +444,6 @@ class ShmLink(Link):
 
     def send(self, message: Outgoing) -> bool:
         return self._local_peer.send(message)
-
-    def open(self) -> None:
-        """Do nothing: local peers are connected before the world opens."""
 
 
 def _too_few_sockets(cause: OSError) -> str:
