@@ -325,19 +325,18 @@ class SlotTable:
             self.arena.reserve(start, nbytes)
             self._reserved[index] = nbytes
 
-    def own_area(self, number: int, round_index: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return elements of this member's area of a round, backed with memory. Raises SharedMemoryError if none is
-        left."""
-        index = self.area_index(number, round_index, self.words)
-        self.back(index, start + count * dtype.itemsize)
-        return self._area(index, self.rank, start, count, dtype)
-
     def area(
         self, number: int, round_index: int, rank: int, start: int, count: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return elements of a member's area of a round, from byte ``start`` on; ``rank`` may be this member's own."""
-        words = self.words if rank == self.rank else self.members_by_rank[rank].words
-        return self._area(self.area_index(number, round_index, words), rank, start, count, dtype)
+        """Return elements of a member's area of a round, from byte ``start`` on.
+
+        This member's own is backed with memory. Raises SharedMemoryError if none is left.
+        """
+        is_own = rank == self.rank
+        index = self.area_index(number, round_index, self.words if is_own else self.members_by_rank[rank].words)
+        if is_own:
+            self.back(index, start + count * dtype.itemsize)
+        return self._area(index, rank, start, count, dtype)
 
     def first_half(self, number: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return elements of the first half of a member's slot, from byte ``start`` on, for collectives without rounds."""

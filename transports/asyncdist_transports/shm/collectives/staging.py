@@ -183,11 +183,12 @@ class Pieces:
         """Copy the k-th piece of a memory into this member's area of a round."""
         piece = self.of(source, k)
         count = piece.numel()
-        start = self.head + block * self.stride
         # Memory for the second half is reserved before any piece has been exchanged.
         if k == 0 and source.count > self.step:
-            self.slots.reserve(self.number, round_index + 1, start + count * self.dtype.itemsize)
-        self.slots.own_area(self.number, round_index, start, count, self.dtype).copy_(piece)
+            end = self.head + block * self.stride + count * self.dtype.itemsize
+            self.slots.reserve(self.number, round_index + 1, end)
+        self.staged(self.slots.rank, block, count, round_index).copy_(piece)
 
     def staged(self, rank: int, block: int, count: int, round_index: int) -> torch.Tensor:
+        """Return the first elements of a block's piece in a member's area of a round."""
         return self.slots.area(self.number, round_index, rank, self.head + block * self.stride, count, self.dtype)
