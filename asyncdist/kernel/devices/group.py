@@ -30,7 +30,6 @@ from asyncdist.errors import (
     UnsupportedError,
     UsageError,
 )
-from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.collectives import p2p
 from asyncdist.kernel.collectives.call_plan import CallPlan, MemoryPlan, Result, finish_call
 from asyncdist.kernel.collectives.collective_ops import CallOptions, CollectiveOps
@@ -66,11 +65,7 @@ class _DeviceNative(Native):
         self._backend = backend
 
     def prepare(self, signature: CallSignature) -> PreparedCall:
-        def call(sequence: int, *tensors: Any) -> Schedule:
-            self._backend().run(signature, *tensors)
-            yield from ()
-
-        return call
+        return lambda sequence, *tensors: self._backend().run(signature, *tensors)
 
 
 class DeviceGroup(CollectiveOps):
