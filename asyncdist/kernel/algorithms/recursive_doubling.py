@@ -75,7 +75,7 @@ def halving_all_reduce(rank: int, size: int, blocks: Blocks) -> Schedule:
             else:
                 yield Send(peer, lower), Reduce(peer, upper)
                 start += distance
-        yield from _gather_runs(rank, size, blocks)
+        yield from all_gather(rank, size, blocks)
 
     return _with_outside(rank, size, blocks[0 : floor_power_of_two(size)], core())
 
@@ -91,14 +91,15 @@ def halving_all_reduce_cost(size: int, nbytes: int) -> Cost:
 
 
 def all_gather(rank: int, size: int, blocks: Blocks) -> Schedule:
-    """Copy each rank's ``blocks[rank]`` to all ranks; ``size`` must be a power of two.
+    """Copy each rank's block to all ranks of the core, in runs ``blocks[lo:hi]`` of 1, 2, 4, … blocks.
 
-    It uses runs ``blocks[lo:hi]``. Costs log2 P rounds; a rank sends and receives (P-1)/P of the
-    tensor.
+    Block i is that of the i-th rank of the core, so for all ranks ``size`` must be a power of two. Costs log2 P rounds; a
+    rank sends and receives (P-1)/P of the tensor.
     """
-    if size != floor_power_of_two(size):
-        raise ValueError(f"recursive doubling gathers among a power of two of ranks, not {size}")
-    yield from _gather_runs(rank, size, blocks)
+    for distance, peer in _pairs(rank, size):
+        own = _place(rank, size) & -distance
+        other = own ^ distance
+        yield Send(peer, blocks[own : own + distance]), Recv(peer, blocks[other : other + distance])
 
 
 # -- barrier --------------------------------------------------------------------------------------
@@ -134,14 +135,6 @@ def _place(rank: int, size: int) -> int:
     """Return the index of a rank in the core."""
     outside = size - floor_power_of_two(size)
     return rank // 2 if rank < 2 * outside else rank - outside
-
-
-def _gather_runs(rank: int, size: int, blocks: Blocks) -> Schedule:
-    """Exchange runs of 1, 2, 4, … blocks, each aligned to its own length."""
-    for distance, peer in _pairs(rank, size):
-        own = _place(rank, size) & -distance
-        other = own ^ distance
-        yield Send(peer, blocks[own : own + distance]), Recv(peer, blocks[other : other + distance])
 
 
 def _with_outside(rank: int, size: int, data: Place, core: Schedule) -> Schedule:

@@ -328,11 +328,6 @@ def test_no_rank_leaves_a_barrier_before_all_have_entered(size: int) -> None:
         adversary([pass_through(rank) for rank in range(size)], seed=seed)
 
 
-def test_recursive_doubling_all_gather_needs_a_power_of_two() -> None:
-    with pytest.raises(ValueError, match="power of two of ranks, not 6"):
-        next(recursive_doubling.all_gather(0, 6, ArrayBlocks(np.zeros(6), 6)))
-
-
 def test_one_rank_sends_nothing() -> None:
     for make in MAKERS.values():
         (schedule,) = make(numbers(1, 4), 0).schedules
