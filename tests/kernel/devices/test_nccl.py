@@ -31,11 +31,10 @@ from asyncdist.kernel.devices.group import DeviceGroup
 from asyncdist.kernel.transport.device_streams import cuda_missing
 from asyncdist.store import HashStore
 from asyncdist.testing.arithmetic import reductions
-from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.collective_cases import reducing
 from asyncdist_transports.nccl import Nccl, bindings, collectives, communicator
 from asyncdist_transports.nccl.bindings import Bindings
-from tests.support.devices import PretendStreams, device_cases, device_group, part_on, run_cases, run_cases_in_flight
+from tests.support.devices import PretendStreams, device_cases, part_on, run_cases, run_cases_in_flight, run_on_devices
 from tests.support.nccl import PretendNccl, nccl_over
 
 REDUCED = [
@@ -81,15 +80,13 @@ def run(nccl, until):
     The device has the ``world`` of the rank and the ``streams`` of the device.
     """
 
-    def run(size, program, *, same_device=False, ends=("destroyed",), after=lambda: None):
-        kinds = [nccl_over(nccl)]
+    def run(size, program, *, ends=("destroyed",), after=lambda: None):
+        streams = [RanksStreams(rank) for rank in range(size)]
         # A rank that leaves early is lost to the others.
         ended = threading.Barrier(size)
 
-        def rank(group):
-            streams = RanksStreams(0 if same_device else group.rank())
-            device = device_group(group, kinds, streams)
-            device.world, device.streams = group.world, streams
+        def with_streams(device):
+            device.world, device.streams = device.host.world, streams[device.rank()]
             try:
                 result = program(device)
                 with contextlib.suppress(threading.BrokenBarrierError):
@@ -98,11 +95,9 @@ def run(nccl, until):
             except BaseException:
                 ended.abort()
                 raise
-            finally:
-                device.close()
 
         try:
-            return run_ranks(size, rank)
+            return run_on_devices(size, with_streams, [nccl_over(nccl)], streams)
         finally:
             after()
             until(lambda: all(made.ended for made in nccl.communicators))
