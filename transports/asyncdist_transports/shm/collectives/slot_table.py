@@ -24,7 +24,7 @@ import torch
 from asyncdist.errors import SharedMemoryError
 from asyncdist.kernel.algorithms.schedule import Schedule, Wait
 from asyncdist.kernel.memory.bounded_cache import BoundedCache
-from asyncdist.kernel.memory.shared_arena import PAGE_NBYTES, Arena, ArenaMapping
+from asyncdist.kernel.memory.shared_arena import PAGE_NBYTES, Arena
 from asyncdist_transports.shm.local_peer import LocalPeer
 from asyncdist_transports.shm.memory_order import Fence
 
@@ -336,25 +336,23 @@ class SlotTable:
         index = self.area_index(number, round_index, self.words if is_own else self.members_by_rank[rank].words)
         if is_own:
             self.back(index, start + count * dtype.itemsize)
-        return self._area(index, rank, start, count, dtype)
+        return self.view(rank, self._area_start(index, rank) + start, count, dtype)
 
     def first_half(self, number: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return elements of the first half of a member's slot, from byte ``start`` on, for collectives without rounds."""
-        return self._area(number % SLOTS * 2, rank, start, count, dtype)
+        return self.view(rank, self._area_start(number % SLOTS * 2, rank) + start, count, dtype)
 
     def location_of(self, number: int, rank: int, start: int) -> int:
         """Return the location that a member posts if its data starts there: see `first_half`."""
         return 1 + self._area_start(number % SLOTS * 2, rank) + start
-
-    def _area(self, index: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.view(rank, self._area_start(index, rank) + start, count, dtype)
 
     def view(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ``count`` elements of a member's arena from byte ``offset`` on. Training uses the same in each step."""
         key = (rank, offset, count, dtype)
         tensor = self._views.get(key)
         if tensor is None:
-            tensor = self._views.add(key, self._mapping(rank).tensor(offset, count, dtype))
+            mapping = self.arena.mapping if rank == self.rank else self.members_by_rank[rank].mapping
+            tensor = self._views.add(key, mapping.tensor(offset, count, dtype))
         return tensor
 
     def table(self, number: int, rank: int) -> memoryview:
@@ -362,12 +360,10 @@ class SlotTable:
         index = number % SLOTS * 2
         words = self._tables.get(index * self.size + rank)
         if words is None:
-            words = self._mapping(rank).words(self._area_start(index, rank), self.area_nbytes // 8)
+            mapping = self.arena.mapping if rank == self.rank else self.members_by_rank[rank].mapping
+            words = mapping.words(self._area_start(index, rank), self.area_nbytes // 8)
             self._tables[index * self.size + rank] = words
         return words
-
-    def _mapping(self, rank: int) -> ArenaMapping:
-        return self.arena.mapping if rank == self.rank else self.members_by_rank[rank].mapping
 
     def _area_start(self, index: int, rank: int) -> int:
         offset = self.block.offset if rank == self.rank else self.members_by_rank[rank].offset
