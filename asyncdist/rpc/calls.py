@@ -20,8 +20,7 @@ from asyncdist.base.timers import DeadlineTimer
 from asyncdist.errors import AsyncdistError, PeerLostError, ProtocolError, UsageError
 from asyncdist.kernel import input_memory
 from asyncdist.net import IncomingMessage, OutgoingMessage, PeerChannel
-from asyncdist.rpc.errors import CalleeLostError, CallTimeoutError, OverloadedError, ResultError
-from asyncdist.rpc.failures import failure_of
+from asyncdist.rpc.errors import CalleeLostError, CallTimeoutError, OverloadedError, ResultError, failure_of
 from asyncdist.rpc.loans import ChannelLoans, MessageLoan
 from asyncdist.rpc.streams import CallStream, ItemQueue
 from asyncdist.rpc.values import Carrier, PackedValue, SentReference

@@ -26,7 +26,7 @@ from asyncdist.errors import PeerLostError, ProtocolError, UsageError
 from asyncdist.kernel import DeviceLending
 from asyncdist.net import OutgoingMessage, PeerChannel
 from asyncdist.rpc.calls import current_deadline
-from asyncdist.rpc.failures import describe
+from asyncdist.rpc.errors import describe
 from asyncdist.rpc.loans import ChannelLoans, MessageLoan
 from asyncdist.rpc.objects import MethodKind, NoSuchObject, ServedMethod, ServedObjects
 from asyncdist.rpc.references import ReferenceTable

@@ -19,8 +19,7 @@ from asyncdist.errors import UnsupportedError
 from asyncdist.groups import Group, NonMember, World, open_world
 from asyncdist.kernel import c10d_private, excluded_from_compile
 from asyncdist.torch_backend.call_forms import Start
-from asyncdist.torch_backend.no_group_yet import NoGroupYet
-from asyncdist.torch_backend.torch_group import NAME, TorchGroup
+from asyncdist.torch_backend.torch_group import NAME, NoGroupYet, TorchGroup
 from asyncdist.torch_backend.torch_work import Work
 
 

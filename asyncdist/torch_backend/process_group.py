@@ -18,8 +18,7 @@ from asyncdist.base.callables import AnyFunction
 from asyncdist.groups import Group, World
 from asyncdist.kernel import OperationRecord, c10d_private, excluded_from_compile
 from asyncdist.torch_backend.backend import Backend
-from asyncdist.torch_backend.no_group_yet import NoGroupYet
-from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS, TorchGroup
+from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS, NoGroupYet, TorchGroup
 
 _torch: Any = torch_distributed.ProcessGroup
 _CPU = torch.device("cpu")

@@ -24,6 +24,7 @@ from asyncdist.elastic.reconfiguration import Reconfiguration, completed_group
 from asyncdist.errors import (
     GroupAbortedError,
     GroupError,
+    NotInitializedError,
     OperationTimeoutError,
     PeerLostError,
     SharedMemoryError,
@@ -32,13 +33,52 @@ from asyncdist.errors import (
 from asyncdist.groups import BackgroundCall, Group, World
 from asyncdist.kernel import Hook, c10d_private, excluded_from_compile
 from asyncdist.kernel.engine import work as started
-from asyncdist.torch_backend import gloo_words
 from asyncdist.torch_backend.call_forms import FORMS, Start, Tensors, Together, collective, method_of, single
 from asyncdist.torch_backend.callback_order import CallbackOrder, order_of, running
 from asyncdist.torch_backend.memory_pool import MemoryPool
-from asyncdist.torch_backend.no_group_yet import NoGroupYet
 from asyncdist.torch_backend.one_sided.window import TorchWindow
-from asyncdist.torch_backend.torch_work import DONE, Work
+from asyncdist.torch_backend.torch_work import DONE, Work, add_monitored_barrier, add_words
+
+
+class NoGroupYet:
+    """Takes the place of the group before the first call of `TorchGroup.reconfigure`. Its operations raise.
+
+    Rank and size are those that torch was given; ``timeout`` is that of the group to come, in seconds.
+    """
+
+    error = None
+    _aborted = shares_memory = False
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self._rank, self._size = rank, size
+        self.timeout = timeout
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        self.timeout = seconds(timeout)
+
+    def register_hook(self, **functions: Any) -> Hook:
+        return Hook(None, None, None, lambda _: None)
+
+    def abort(self, reason: str) -> None:
+        """Do nothing: no operation is pending."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotInitializedError(
+            "the process group was made with enable_reconfigure=True and has no members yet: exchange the handles of "
+            "torch.distributed._get_reconfigure_handle(), then call torch.distributed._reconfigure() on every member"
+        )
+
 
 NAME = "asyncdist"
 
@@ -132,7 +172,7 @@ class TorchGroup(ProcessBound):
             try:
                 work.result()
             except GroupError as error:
-                gloo_words.add_words(error)
+                add_words(error)
                 raise
         return DONE
 
@@ -162,7 +202,7 @@ class TorchGroup(ProcessBound):
         try:
             self.group.monitored_barrier(timeout=timeout, background=False).result()
         except GroupError as error:
-            gloo_words.add_monitored_barrier(error, self.group.ranks, self.group.rank(), wait_all_ranks)
+            add_monitored_barrier(error, self.group.ranks, self.group.rank(), wait_all_ranks)
             raise
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:

@@ -16,7 +16,7 @@ from asyncdist.base.callables import AnyFunction
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.kernel import torch_private
 from asyncdist.rpc.blocking.calls import Held, arrived, counted, ready, value_of
-from asyncdist.rpc.failures import RaisedByFunction
+from asyncdist.rpc.errors import RaisedByFunction
 from asyncdist.rpc.references import RemoteReference
 from asyncdist.rpc.session import current_session
 from asyncdist.rpc.training import ServedModule
