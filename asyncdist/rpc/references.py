@@ -28,7 +28,8 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import AsyncdistError, PeerLostError, UsageError
 from asyncdist.net import ChannelAddress, ChannelPort, PeerChannel
-from asyncdist.rpc.calls import Caller, RemoteCall
+from asyncdist.rpc.caller import Caller
+from asyncdist.rpc.calls import RemoteCall
 from asyncdist.rpc.errors import CalleeLostError
 from asyncdist.rpc.objects import ServedObjects
 from asyncdist.rpc.wire import GRANT, RELEASE, pack_plain
@@ -288,7 +289,7 @@ class ReferenceTable:
             number = self._number_of.get(id(target))
             if number is None:
                 number = self._number_of[id(target)] = next(self._numbers)
-                self.objects.add_reference(number, target)
+                self.objects.unpublished[number] = target
             self._hold(number, self.address.id, 1)
             return self._keep(self.address, number, type(target).__qualname__, tensor)
 
@@ -299,7 +300,7 @@ class ReferenceTable:
                 return
             self._hold(number, holder, 1)
         if not self._is_connected(holder):
-            self._loop.call_later(_CONNECTED_WITHIN, self._expect, holder)
+            self._loop.call_later(_CONNECTED_WITHIN, self.drop_absent, holder)
 
     def released(self, channel: PeerChannel, number: int, count: int) -> None:
         """Note that a process returns its holds."""
@@ -307,11 +308,7 @@ class ReferenceTable:
             if number in self._num_holders:
                 self._hold(number, channel.peer.id, -count)
 
-    def departed(self, channel: PeerChannel) -> None:
-        """Drop the holds of a process whose last channel has ended."""
-        self._expect(channel.peer.id)
-
-    def _expect(self, holder: str) -> None:
+    def drop_absent(self, holder: str) -> None:
         """Drop the holds of a process to which there is no channel."""
         if not self._is_connected(holder):
             with self._lock:
@@ -335,7 +332,7 @@ class ReferenceTable:
         if not self._num_holders[number]:
             del self._num_holders[number]
             del self._number_of[id(self.objects.object(number, 0))]
-            self.objects.remove_reference(number)
+            del self.objects.unpublished[number]
 
     # -- the holder's side -------------------------------------------------------------------------
 
