@@ -38,7 +38,10 @@ _dumped: list[int] = []
 def register_backend() -> None:
     """Make ``"asyncdist"`` a back end of torch.distributed. Idempotent."""
     add_backend(NAME, make_backend, ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"])
-    _register_with_second_interface()
+    # ``torch.distributed._dist2``, which some releases of torch have.
+    second = c10d_private.dist2
+    if second is not None and NAME not in second._BACKENDS:
+        second.register_backend(NAME, _make_alone)
 
 
 def add_backend(name: str, maker: AnyFunction, devices: Sequence[str]) -> None:
@@ -47,13 +50,6 @@ def add_backend(name: str, maker: AnyFunction, devices: Sequence[str]) -> None:
     _names.add(name)
     if name.upper() not in backends._plugins:
         backends.register_backend(name, maker, extended_api=True, devices=list(devices))
-
-
-def _register_with_second_interface() -> None:
-    """Make it also a back end of ``torch.distributed._dist2``, which some releases of torch have."""
-    second = c10d_private.dist2
-    if second is not None and NAME not in second._BACKENDS:
-        second.register_backend(NAME, _make_alone)
 
 
 def _make_alone(store: Any, rank: int, world_size: int, timeout: Any, device: torch.device) -> ProcessGroup:
