@@ -60,11 +60,6 @@ class Caller:
         self._resuming: asyncio.Task[None] | None = None
         self._timer = DeadlineTimer(self._open.values)
 
-    @property
-    def num_open(self) -> int:
-        """The calls and streams that have not ended."""
-        return len(self._open)
-
     # -- starting ----------------------------------------------------------------------------------
 
     def start(
