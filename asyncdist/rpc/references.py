@@ -115,8 +115,8 @@ class RemoteReference(ProcessBound):
         Raises:
             UsageError: Shape or dtype differ.
         """
-        args = [self._number, _plain_index(where), *_signature(tensor)]
-        call = await self._start(REFERENCES, "read_checked", args, {}, timeout)
+        args = [self._number, _plain_index(where), _signature(tensor)]
+        call = await self._start(REFERENCES, "read", args, {}, timeout)
         target = tensor.detach()
         if target.is_cpu and target.is_contiguous() and target.dtype.itemsize * target.numel():
             call.destination = target
@@ -203,19 +203,14 @@ class ReferenceService:
             )
         return self._table.refer(value)
 
-    async def read(self, number: int, where: Any) -> Any:
-        """Return an object, or a part of a tensor."""
-        value = self._table.objects.object(number, 0)
-        return value if where is None else value[_index(where)]
-
-    async def read_checked(self, number: int, where: Any, shape: list[int], dtype: str) -> torch.Tensor:
-        """Return a tensor or a part of it, which has this shape and dtype."""
-        tensor = self._tensor(number)
-        value = tensor if where is None else tensor[_index(where)]
-        if _signature(value) != [shape, dtype]:
-            mine = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-            raise ValueError(f"the part is {mine}, and the tensor to read into {tuple(shape)} {dtype}")
-        return value.detach()
+    async def read(self, number: int, where: Any, expected: list[Any] | None = None) -> Any:
+        """Return an object, or a part of a tensor, which has the ``expected`` shape and dtype if these are given."""
+        value = self._table.objects.object(number, 0) if expected is None else self._tensor(number)
+        value = value if where is None else value[_index(where)]
+        if expected is not None and (own := _signature(value)) != expected:
+            shape, into = tuple(own[0]), tuple(expected[0])
+            raise ValueError(f"the part is {shape} {own[1]}, and the tensor to read into {into} {expected[1]}")
+        return value.detach() if expected is not None else value
 
     async def write(self, number: int, where: Any, tensor: torch.Tensor) -> None:
         """Copy a tensor into a tensor, or into a part of it."""

@@ -18,7 +18,7 @@ import concurrent.futures
 import hashlib
 import json
 import logging
-from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Self, TypeAlias, TypeVar
@@ -175,6 +175,16 @@ class OuterTraining:
     async def _wait_for(self, call: Procedure[T]) -> T:
         return call.wait() if self._blocks else await call
 
+    async def _gathered(self, group: Group, own: Any) -> list[Any]:
+        """Return the objects of all members. It refuses to block a loop that drives the group."""
+        found: list[Any] = [None] * group.size()
+        gathering = group.all_gather_object(found, own)
+        if self._blocks:
+            gathering.wait()
+        else:
+            await gathering
+        return found
+
     async def __aenter__(self) -> Self:
         group = self._group = resolve_group(self._given_group)
         if self._exchange_group is not None:
@@ -187,9 +197,7 @@ class OuterTraining:
             raise group.error
         if group.error is None:
             # Members that have the same outer steps may have been interrupted at different inner steps.
-            numbers: list[Any] = [None] * group.size()
-            await self._wait_for(Procedure(lambda: _result(group.all_gather_object(numbers, self.inner_steps))))
-            self.inner_steps = max(numbers)
+            self.inner_steps = max(await self._gathered(group, self.inner_steps))
         use = _uses[group] = _uses.get(group, 0) + 1
         self._exchange_group = self._watched(group._sibling(f"outer steps {use}"))
         self._exchanges, self._turn = [], asyncio.Lock()
@@ -210,10 +218,7 @@ class OuterTraining:
             "fragments": [len(fragment.names) for fragment in self.fragments],
             "parameters": hashlib.sha256(json.dumps(layout).encode()).hexdigest()[:16],
         }
-        found: list[Any] = [None] * group.size()
-        # The first call of all: it refuses to block a loop that drives the group.
-        gather = Procedure(lambda: _result(group.all_gather_object(found, own)), group.endpoint.progress)
-        await self._wait_for(gather)
+        found = await self._gathered(group, own)
         for rank, other in enumerate(found):
             for name, value in found[0].items():
                 if other[name] != value:
@@ -468,7 +473,3 @@ async def _outcome_of(future: _Future[T]) -> T:
 async def _ended(futures: Sequence[_Future[Any]]) -> None:
     """Wait until cancelled futures have ended, however they end."""
     await asyncio.gather(*map(_outcome_of, futures), return_exceptions=True)
-
-
-async def _result(awaitable: Awaitable[T]) -> T:
-    return await awaitable
