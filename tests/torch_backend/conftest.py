@@ -37,8 +37,8 @@ CLOSE = 2e-5
 """Relative tolerance of results whose sums depend on the order of summation."""
 
 
-BROAD = {"test_checkpoint.py", "test_ddp.py", "test_functional.py", "test_pipeline.py", "test_sharded.py"}
-"""Modules above the collectives: `make test` runs each of their tests with one pair of transport and ranks."""
+BROAD = {"checkpoint", "ddp", "functional", "mesh", "pipeline", "sharded"}
+"""Programs above the collectives: `make test` runs each of them with one pair of transport and ranks."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -51,9 +51,10 @@ def pytest_collection_modifyitems(items):
         if None in pair:
             continue
         essential = [("shm", 2), ("tcp", 4)]
-        if item.path.name in BROAD:
-            # The modules' tests take turns.
-            cases = seen.setdefault(item.path, {})
+        module = given.get("module", item.path.stem.removeprefix("test_"))
+        if module in BROAD:
+            # The programs of a module take turns.
+            cases = seen.setdefault(module, {})
             number = cases.setdefault((item.originalname, str(given)), len(cases))
             essential = [("shm", 2)] if number % 2 else [("tcp", 2)]
         if pair not in essential:

@@ -133,11 +133,6 @@ def test_mismatched_calls_raise_on_every_rank(start, ended):
     ended(*ranks)
 
 
-@pytest.mark.parametrize("program", ["devices", "counts", "by_cpp", "features_of_later_releases"])
-def test_user_mistake_is_refused(as_expected, program):
-    as_expected("programs_refusals", program)
-
-
 _WAYS = ["undestroyed", "pending", "from a thread", "in a callback"]
 _ESSENTIAL = list(zip(_WAYS, ["shm", "tcp", "tcp", "shm"], strict=True))
 

@@ -14,7 +14,7 @@ import torch
 from asyncdist.base.ops import ReduceOp
 from asyncdist.ddp.averaging import average_of
 from asyncdist.ddp.compression import Compress, ErrorFeedback, codec_of
-from asyncdist.ddp.hooks.bucket import GradientBucket
+from asyncdist.ddp.hooks.running import GradientBucket
 from asyncdist.errors import UsageError
 from asyncdist.groups import Group
 

@@ -15,8 +15,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from asyncdist.base.callables import AnyFunction
 from asyncdist.ddp import model_sync
 from asyncdist.ddp.hooks import awaited
-from asyncdist.ddp.hooks.bucket import GradientBucket
-from asyncdist.ddp.hooks.running import AwaitedHook
+from asyncdist.ddp.hooks.running import AwaitedHook, GradientBucket
 from asyncdist.ddp.torch_class.arguments import WITH_TORCH, default_limits, group_of, moved
 from asyncdist.ddp.uneven_inputs import Joining, StepKind
 from asyncdist.errors import UsageError
