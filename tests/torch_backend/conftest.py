@@ -8,6 +8,7 @@ many tests; a team that fails a program is replaced, so that one failure fails o
 import contextlib
 import itertools
 import pickle
+import signal
 import time
 from pathlib import Path
 
@@ -70,29 +71,44 @@ def daemon():
 
 
 @pytest.fixture
-def ended():
+def statuses():
+    """The exit statuses that a test expects of ranks other than 0, by rank."""
+    return {}
+
+
+@pytest.fixture
+def ended(statuses):
     """Wait until ranks have ended with a status, 0 by default: ``ended(*ranks)``."""
 
     def ended(*ranks, status=0):
         for rank in ranks:
+            statuses[rank] = status
             assert rank.wait() == status, rank.output()
 
     return ended
 
 
 @pytest.fixture
-def start_world(nursery, tmp_path):
-    """Fork ranks that run a function of a program and meet: ``start_world(program, function, world, *arguments)``."""
-    meetings = itertools.count()
+def start_world(nursery, tmp_path, statuses):
+    """Fork ranks that run a function of a program and meet: ``start_world(program, function, world, *arguments)``.
+
+    After the test they end with status 0, unless the test has killed them or expects another one.
+    """
+    meetings, started = itertools.count(), []
 
     def start_world(program, function, world, *arguments, ranks=None, **environment):
         meeting = f"file://{tmp_path}/meeting-{next(meetings)}"
-        return [
-            nursery.start(HERE / program, function, rank, world, meeting, *arguments, environment=environment)
-            for rank in range(ranks or world)
-        ]
+        started.append(
+            [
+                nursery.start(HERE / program, function, rank, world, meeting, *arguments, environment=environment)
+                for rank in range(ranks or world)
+            ]
+        )
+        return started[-1]
 
-    return start_world
+    yield start_world
+    for rank in itertools.chain(*started):
+        assert rank.wait() in (statuses.get(rank, 0), -signal.SIGKILL), rank.output()
 
 
 @pytest.fixture
