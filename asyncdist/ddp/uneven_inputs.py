@@ -14,7 +14,7 @@ The announcement is an all-gather of one byte per rank, so every rank knows the 
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from asyncdist.base.lifecycle import WeakRegistry
 from asyncdist.base.ops import ReduceOp, Reduction, premul_sum
 from asyncdist.ddp.sync_batchnorm import SyncBatchNorm
 from asyncdist.errors import MismatchError, UnevenInputsError, UsageError
@@ -140,8 +141,9 @@ def refuse_collectives(module: nn.Module) -> None:
             )
 
 
-_watches: list[OptimizerWatch] = []
-_is_hooked = False
+_watches: WeakRegistry[OptimizerWatch] = WeakRegistry()
+# Never removed: torch iterates over these hooks while another thread steps.
+_hook_steps = functools.cache(register_optimizer_step_post_hook)
 
 
 class OptimizerWatch:
@@ -152,16 +154,12 @@ class OptimizerWatch:
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        global _is_hooked
         self.stands_in = False
         """Whether this rank has run out of inputs."""
         self._parameters = set(map(id, parameters))
         self.stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        _watches.append(self)
-        # Never removed: torch iterates over these hooks while another thread steps.
-        if not _is_hooked:
-            _is_hooked = True
-            register_optimizer_step_post_hook(_note_step)
+        _watches.add(self)
+        _hook_steps(_note_step)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer, of this model or not, has made a step."""
@@ -173,12 +171,11 @@ class OptimizerWatch:
 
     def close(self) -> None:
         """Stop looking at steps. Idempotent."""
-        with contextlib.suppress(ValueError):
-            _watches.remove(self)
+        _watches.discard(self)
 
 
 def _note_step(optimizer: Optimizer, *_: Any) -> None:
-    for watch in tuple(_watches):
+    for watch in _watches.living():
         watch.note_step(optimizer)
 
 
