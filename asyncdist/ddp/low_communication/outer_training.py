@@ -178,11 +178,11 @@ class OuterTraining:
     async def _gathered(self, group: Group, own: Any) -> list[Any]:
         """Return the objects of all members. It refuses to block a loop that drives the group."""
         found: list[Any] = [None] * group.size()
-        gathering = group.all_gather_object(found, own)
         if self._blocks:
-            gathering.wait()
+            group.endpoint.progress.refuse_loop_thread("this call")
+            group.all_gather_object(found, own, background=False).wait()
         else:
-            await gathering
+            await group.all_gather_object(found, own)
         return found
 
     async def __aenter__(self) -> Self:
