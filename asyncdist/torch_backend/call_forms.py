@@ -166,7 +166,7 @@ _NAMES = (("tensor", "output"), ("input",), ("output_split",), ("input_split",))
 
 def collective(name: str) -> AnyFunction:
     """Return a method of `TorchGroup` that can be called in every form."""
-    form = FORMS[name]
+    start = FORMS[name].start
 
     def call(self: Any, *arguments: Any, **named: Any) -> Any:
         if not named and arguments and type(arguments[-1]) in _OPTIONS:
@@ -175,7 +175,7 @@ def collective(name: str) -> AnyFunction:
             long = [*arguments, named["opts"]]
         else:
             long = _long_form(name, arguments, named)
-        return self._run(long[-1], *form.start(self.group, *long))
+        return self._run(long[-1], *start(self.group, *long))
 
     call.__name__ = name
     return call
