@@ -38,7 +38,7 @@ test-rest: $(READY)  ## run the exhaustive tests, which `make test` leaves out
 test-all: test test-rest  ## run every test
 
 # torch 2.14 and later reach the back end in another way than torch 2.13.
-NEXT_TESTS := private_names python_backend collectives ddp functional registered_memory patches entry_point reconfigure transport window next_torch
+NEXT_TESTS := private_names python_backend programs registered_memory patches entry_point reconfigure transport window next_torch
 test-next-torch:  ## run a small suite of the torch back end with torch 2.15, in the environment NEXT_VENV
 	$(MAKE) VENV=$(NEXT_VENV) CONSTRAINTS=constraints-torch2.15.txt $(NEXT_VENV)/.ready
 	PYTHONDONTWRITEBYTECODE= $(NEXT_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not exhaustive" \

@@ -11,7 +11,8 @@ encodings: the owner of a shard keeps what the second one loses, in proportion t
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -71,119 +72,79 @@ async def average_of(
     if group.size() == 1:
         return Average(compensated, torch.zeros_like(values), 0)
     result, lost = torch.empty_like(values), torch.empty_like(values)
-    kind = _ExchangedPiece if group.size() == 2 else _ReducedPiece
-    step = max(codec.block, PIECE_COUNT // codec.block * codec.block)
+    average = _exchange if group.size() == 2 else _reduce
+    step, sent = max(codec.block, PIECE_COUNT // codec.block * codec.block), list[int]()
     pieces = [
-        kind(group, codec, *(tensor[start : start + step] for tensor in (compensated, result, lost)))
+        average(group, codec, sent, *(tensor[start : start + step] for tensor in (compensated, result, lost)))
         for start in range(0, values.numel(), step)
     ]
     await _run(pieces)
-    return Average(result, lost, sum(piece.sent_nbytes for piece in pieces))
+    return Average(result, lost, sum(sent))
 
 
-async def _run(pieces: list[Any]) -> None:
+_Piece: TypeAlias = Iterator[Work[Any] | None]
+"""A part of the vector, on its way. It yields each collective for which it waits."""
+
+
+async def _run(pieces: list[_Piece]) -> None:
     """Take the pieces through their stages. The order of the collectives depends on the number of pieces only."""
-    count = len(pieces)
+    works: dict[int, Work[Any] | None] = {}
     try:
-        for place in range(count + 2 * _DEPTH):
-            if place < count:
-                pieces[place].send()
-            if 0 <= place - _DEPTH < count:
-                await pieces[place - _DEPTH].reduce()
-            if 0 <= place - 2 * _DEPTH < count:
-                await pieces[place - 2 * _DEPTH].finish()
+        for place in range(len(pieces) + 2 * _DEPTH):
+            for number in (place, place - _DEPTH, place - 2 * _DEPTH):
+                if 0 <= number < len(pieces):
+                    if (work := works.get(number)) is not None:
+                        await work
+                    works[number] = next(pieces[number], None)
     except BaseException:
-        for piece in pieces:
-            piece.forget()
+        for work in works.values():
+            if work is not None:
+                # Nothing waits for it any more: its error is not logged.
+                work.exception()
         raise
 
 
-class _Piece:
-    """A part of the vector, on its way through the stages send, reduce and finish."""
-
-    def __init__(
-        self, group: Group, codec: VectorCodec, values: torch.Tensor, result: torch.Tensor, lost: torch.Tensor
-    ) -> None:
-        self._group, self._codec = group, codec
-        self._values, self._result, self._lost = values, result, lost
-        self._work: Work[Any] | None = None
-        self._codes: list[torch.Tensor] = []
-        self.sent_nbytes = 0
-
-    def _bytes_for(self, count: int) -> torch.Tensor:
-        return torch.empty(self._codec.encoded_nbytes(count), dtype=torch.uint8, device=self._values.device)
-
-    async def _received(self) -> None:
-        assert self._work is not None
-        await self._work
-        self._work = None
-
-    def _end(self) -> None:
-        self._codes = []
-        drop_infinite(self._lost)
-
-    def forget(self) -> None:
-        """Say that nothing waits for the pending operation any more, so that its error is not logged."""
-        if self._work is not None:
-            self._work.exception()
+def _exchange(
+    group: Group, codec: VectorCodec, sent: list[int], values: torch.Tensor, result: torch.Tensor, lost: torch.Tensor
+) -> _Piece:
+    """Average over two ranks: each sends its code to the other one."""
+    own, count = codec.encode(values), values.numel()
+    codes = [torch.empty_like(own) for _ in range(2)]
+    sent.append(own.numel())
+    yield group.all_gather(codes, own)
+    decoded = [codec.decode(code, count) for code in codes]
+    torch.sub(values, decoded[group.rank()], out=lost)
+    torch.add(*decoded, out=result).mul_(0.5)
+    drop_infinite(lost)
 
 
-class _ExchangedPiece(_Piece):
-    """Two ranks: each sends its code to the other one."""
-
-    def send(self) -> None:
-        own, count = self._codec.encode(self._values), self._values.numel()
-        self._codes = [self._bytes_for(count) for _ in range(2)]
-        self._work = self._group.all_gather(self._codes, own)
-        self.sent_nbytes = own.numel()
-
-    async def reduce(self) -> None:
-        pass
-
-    async def finish(self) -> None:
-        await self._received()
-        count = self._values.numel()
-        decoded = [self._codec.decode(code, count) for code in self._codes]
-        torch.sub(self._values, decoded[self._group.rank()], out=self._lost)
-        torch.add(*decoded, out=self._result).mul_(0.5)
-        self._end()
-
-
-class _ReducedPiece(_Piece):
-    """More ranks: an all-to-all of the codes of shards, and an all-gather of the codes of their averages."""
-
-    def send(self) -> None:
-        size, block = self._group.size(), self._codec.block
-        share = -(-self._values.numel() // size)
-        ends = [min(self._values.numel(), rank * (share + -share % block)) for rank in range(size + 1)]
-        # Rounded up to whole blocks, the last shards may be short or empty.
-        self._shards = [slice(start, end) for start, end in itertools.pairwise(ends)]
-        outgoing = [self._codec.encode(self._values[shard]) for shard in self._shards]
-        for shard, code in zip(self._shards, outgoing, strict=True):
-            count = shard.stop - shard.start
-            torch.sub(self._values[shard], self._codec.decode(code, count), out=self._lost[shard])
-        own = self._shards[self._group.rank()]
-        self._codes = [self._bytes_for(own.stop - own.start) for _ in range(size)]
-        self._work = self._group.all_to_all(self._codes, outgoing)
-        self.sent_nbytes = sum(code.numel() for rank, code in enumerate(outgoing) if rank != self._group.rank())
-
-    async def reduce(self) -> None:
-        await self._received()
-        size, own = self._group.size(), self._shards[self._group.rank()]
-        count = own.stop - own.start
-        total = self._codec.decode(self._codes[0], count)
-        for code in self._codes[1:]:
-            total += self._codec.decode(code, count)
-        total /= size
-        code = self._codec.encode(total)
-        # The next vector of this rank is divided by the number of ranks too.
-        self._lost[own].add_(total.sub_(self._codec.decode(code, count)), alpha=size)
-        self._codes = [self._bytes_for(shard.stop - shard.start) for shard in self._shards]
-        self._work = self._group.all_gather(self._codes, code)
-        self.sent_nbytes += code.numel() * (size - 1)
-
-    async def finish(self) -> None:
-        await self._received()
-        for shard, code in zip(self._shards, self._codes, strict=True):
-            self._result[shard] = self._codec.decode(code, shard.stop - shard.start)
-        self._end()
+def _reduce(
+    group: Group, codec: VectorCodec, sent: list[int], values: torch.Tensor, result: torch.Tensor, lost: torch.Tensor
+) -> _Piece:
+    """Average over more ranks: an all-to-all of the codes of shards, and an all-gather of the codes of their averages."""
+    size, rank = group.size(), group.rank()
+    share = -(-values.numel() // size)
+    ends = [min(values.numel(), each * (share + -share % codec.block)) for each in range(size + 1)]
+    # Rounded up to whole blocks, the last shards may be short or empty.
+    shards = list(itertools.starmap(slice, itertools.pairwise(ends)))
+    counts = [shard.stop - shard.start for shard in shards]
+    outgoing = [codec.encode(values[shard]) for shard in shards]
+    for shard, code, count in zip(shards, outgoing, counts, strict=True):
+        torch.sub(values[shard], codec.decode(code, count), out=lost[shard])
+    codes = [torch.empty_like(outgoing[rank]) for _ in range(size)]
+    sent += [code.numel() for peer, code in enumerate(outgoing) if peer != rank]
+    yield group.all_to_all(codes, outgoing)
+    own, count = shards[rank], counts[rank]
+    total = codec.decode(codes[0], count)
+    for code in codes[1:]:
+        total += codec.decode(code, count)
+    total /= size
+    code = codec.encode(total)
+    # The next vector of this rank is divided by the number of ranks too.
+    lost[own].add_(total.sub_(codec.decode(code, count)), alpha=size)
+    codes = [torch.empty_like(each) for each in outgoing]
+    sent.append(code.numel() * (size - 1))
+    yield group.all_gather(codes, code)
+    for shard, code, count in zip(shards, codes, counts, strict=True):
+        result[shard] = codec.decode(code, count)
+    drop_infinite(lost)

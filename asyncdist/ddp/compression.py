@@ -87,26 +87,18 @@ class IntegerCodec:
     def __init__(self, bits: int = 8, block: int | None = None) -> None:
         if bits not in (8, 4):
             raise UsageError(f"an integer codec has 8 or 4 bits, not {bits!r}")
-        self.bits = bits
+        self.bits, self.name = bits, f"int{bits}"
         self.block = (256 if bits == 8 else 64) if block is None else block
         if self.block < 2 or self.block % 2:
             raise UsageError(f"a block of {block!r} elements: pass an even number of at least 2")
         self._largest = (1 << (bits - 1)) - 1
 
-    @property
-    def name(self) -> str:
-        """The name by which users select the codec: ``"int8"`` or ``"int4"``."""
-        return f"int{self.bits}"
-
     def _blocks(self, count: int) -> int:
         return -(-count // self.block)
 
-    def _integers_nbytes(self, count: int) -> int:
-        return count if self.bits == 8 else -(-count // 2)
-
     def encoded_nbytes(self, count: int) -> int:
         """Return the number of bytes of ``count`` encoded elements."""
-        return _SCALE_NBYTES * self._blocks(count) + self._integers_nbytes(count)
+        return _SCALE_NBYTES * self._blocks(count) + -(-count * self.bits // 8)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Return the scales and integers of the values."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import MismatchError
 from asyncdist.groups import Group
 from asyncdist.kernel import flat_memory
@@ -19,8 +19,8 @@ PACK_NBYTES = 1 << 20
 class Verification:
     """Compares the model of this rank with those of the others, once, before values or gradients are first exchanged.
 
-    Compares names, their order, shapes, dtypes, strides and ``requires_grad``. Cost: a broadcast of 16 bytes and an
-    all-reduce of 8 bytes per rank; whole descriptions are sent only on a mismatch.
+    Compares names, their order, shapes, dtypes, strides and ``requires_grad``. Cost: an all-gather of 32 bytes; whole
+    descriptions are sent only on a mismatch.
 
     Of ``buffers`` it takes those whose values the ranks exchange, of ``arguments`` those that must be equal on all ranks.
     """
@@ -34,8 +34,7 @@ class Verification:
     ) -> None:
         own: Description = [(f"argument {name!r}", {"value": value}) for name, value in arguments.items()]
         own += describe_tensors("parameter", parameters) + describe_tensors("buffer", buffers)
-        self._group = group
-        self._text = json.dumps(own).encode()
+        self._group, self._own = group, own
         self._is_done = group.size() == 1
 
     def once(self) -> None:
@@ -48,28 +47,21 @@ class Verification:
         if self._is_done:
             return
         self._is_done = True
-        group, text = self._group, self._text
-        digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
-        root = torch.tensor([digest, len(text)], device="cpu")
-        group.broadcast(root, 0, background=False).wait()
-        # For each rank whose model differs from rank 0's, the bytes of its description.
-        differing = torch.zeros(group.size(), dtype=torch.int64, device="cpu")
-        if root.tolist() != [digest, len(text)]:
-            differing[group.rank()] = len(text)
-        group.all_reduce(differing, ReduceOp.SUM, background=False).wait()
-        for rank, nbytes in enumerate(differing.tolist()):
-            if nbytes:
-                expected = json.loads(_broadcast_text(group, text, int(root[1]), 0))
-                found = json.loads(_broadcast_text(group, text, nbytes, rank))
-                peer = group.ranks[rank]
-                reason = f"the ranks hold different models: {difference(expected, found, group.ranks[0], peer)}"
-                raise MismatchError(peer, reason, group=group.name, rank=group.ranks[group.rank()])
+        group = self._group
+        digest = hashlib.sha256(json.dumps(self._own).encode()).digest()
+        if len(set(_gathered(group, digest))) == 1:
+            return
+        models = _gathered(group, self._own)
+        rank = next(rank for rank, model in enumerate(models) if model != models[0])
+        peer = group.ranks[rank]
+        reason = f"the ranks hold different models: {difference(models[0], models[rank], group.ranks[0], peer)}"
+        raise MismatchError(peer, reason, group=group.name, rank=group.ranks[group.rank()])
 
 
-def _broadcast_text(group: Group, own: bytes, nbytes: int, src: int) -> bytes:
-    text = torch.frombuffer(bytearray(own if group.rank() == src else nbytes), dtype=torch.uint8)
-    group.broadcast(text, src, background=False).wait()
-    return bytes(text.tolist())
+def _gathered(group: Group, own: Any) -> list[Any]:
+    found: list[Any] = [None] * group.size()
+    group.all_gather_object(found, own, background=False).wait()
+    return found
 
 
 Description = list[tuple[str, dict[str, object]]]

@@ -14,13 +14,13 @@ from torch import nn
 
 from asyncdist.ddp import timeline
 from asyncdist.ddp.backward.bucket_set import ReducerOptions
-from asyncdist.ddp.backward.bucket_tuning import BucketTuning
-from asyncdist.ddp.backward.step_times import StepTimes
+from asyncdist.ddp.buckets import BucketTuning
 from asyncdist.ddp.direct_gradients import DirectGradients
 from asyncdist.ddp.hooks.running import AwaitedHook, AwaitedHookCaller, TorchHookCaller
 from asyncdist.ddp.model_sync import Verification, broadcast_buffers, broadcast_values
 from asyncdist.ddp.model_watch import ModelWatch
 from asyncdist.ddp.reducer import Reducer
+from asyncdist.ddp.timeline import StepTimes
 from asyncdist.ddp.torch_class import arguments
 from asyncdist.ddp.torch_class.names import TorchNames
 from asyncdist.ddp.uneven_inputs import Joining, StepKind, refuse_collectives

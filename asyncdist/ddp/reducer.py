@@ -31,9 +31,8 @@ from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.ddp import buckets
 from asyncdist.ddp.backward.bucket_exchange import BucketExchange
 from asyncdist.ddp.backward.bucket_set import BucketSet, ReducerOptions
-from asyncdist.ddp.backward.bucket_tuning import BucketTuning
 from asyncdist.ddp.backward.faults import Faults
-from asyncdist.ddp.backward.gradient_hooks import Arrivals, GradientHook, GradientHooks
+from asyncdist.ddp.backward.gradient_hooks import Arrivals, GradientHook, GradientHooks, step_in_backward, take_over
 from asyncdist.ddp.backward.gradient_record import GradientRecord
 from asyncdist.ddp.backward.graph import (
     accumulates,
@@ -42,11 +41,11 @@ from asyncdist.ddp.backward.graph import (
     refuse_silent_gradients,
     tensors_in,
 )
-from asyncdist.ddp.backward.optimizers import step_in_backward, take_over
-from asyncdist.ddp.backward.step_times import BucketTimes, StepTimes
+from asyncdist.ddp.buckets import BucketTuning
 from asyncdist.ddp.hooks.running import HookCaller
 from asyncdist.ddp.model_sync import Verification
 from asyncdist.ddp.model_watch import ModelWatch
+from asyncdist.ddp.timeline import BucketTimes, StepTimes
 from asyncdist.ddp.uneven_inputs import Joining
 from asyncdist.errors import GradientError, UsageError
 from asyncdist.groups import Group

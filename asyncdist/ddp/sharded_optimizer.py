@@ -94,6 +94,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     Attributes:
         optim: The local optimizer of this rank's share.
+        process_group: The group over whose ranks the state is sharded.
 
     Raises:
         UnsupportedError: ``overlap_with_ddp`` is True.
@@ -126,7 +127,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         params = list(params)
         if not params:
             raise UsageError("ZeroRedundancyOptimizer got no parameters")
-        self._group, self._torch_group = group_of(process_group, None)
+        self.process_group, self._torch_group = group_of(process_group, None)
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._consolidated: dict[str, Any] | None = None
         self.optim: Optimizer | None = None
@@ -137,11 +138,6 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     # -- the partition ----------------------------------------------------------------------------
 
-    @property
-    def process_group(self) -> Group:
-        """The group over whose ranks the state is sharded."""
-        return self._group
-
     def _everything(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
@@ -150,7 +146,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _partition(self) -> list[list[list[torch.Tensor]]]:
         """Return each rank's parameters of each parameter group. Further groups change nothing for earlier ones."""
-        sizes = [0] * self._group.size()
+        sizes = [0] * self.process_group.size()
         owned: list[list[list[torch.Tensor]]] = [[[] for _ in self.param_groups] for _ in sizes]
         for place, group in enumerate(self.param_groups):
             for parameter in sorted(group["params"], key=lambda each: -each.numel()):
@@ -160,7 +156,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         return owned
 
     def _make_local(self, optimizer_class: type[Optimizer]) -> None:
-        owned = self._partition()[self._group.rank()]
+        owned = self._partition()[self.process_group.rank()]
         groups = [{**group, "params": own} for group, own in zip(self.param_groups, owned, strict=True)]
         self.optim = optimizer_class(groups, **self.defaults)
         # The class may have more options than were given.
@@ -194,7 +190,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         super().add_param_group(param_group)
         if self.optim is None:
             return  # called by the constructor of the base class
-        own = self._partition()[self._group.rank()][-1]
+        own = self._partition()[self.process_group.rank()][-1]
         self.optim.add_param_group({**self.param_groups[-1], "params": own})
         self._copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
         self._make_shares()
@@ -218,7 +214,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             GroupError: A rank died. Ranks may hold old or new values of each share: call `set_group` on the survivors.
             LoopThreadError: The calling thread runs an event loop.
         """
-        self._group.endpoint.progress.refuse_loop_thread("ZeroRedundancyOptimizer.step")
+        self.process_group.endpoint.progress.refuse_loop_thread("ZeroRedundancyOptimizer.step")
         loss = self._local_step(closure, arguments)
         self._exchange(self._shares)
         return loss
@@ -250,7 +246,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     @contextlib.contextmanager
     def _exchanging(self, shares: Sequence[_Share]) -> Iterator[list[Work[torch.Tensor]]]:
         """Start to broadcast shares; after the block, in which the caller waits for all, take their values over."""
-        sent = [share.send(self._group) for share in shares]
+        sent = [share.send(self.process_group) for share in shares]
         works = [work for work, _ in sent]
         try:
             yield works
@@ -259,7 +255,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                 work.exception()  # they have failed for the same reason
             raise
         for share, (_, memory) in zip(shares, sent, strict=True):
-            if share.owner != self._group.rank():
+            if share.owner != self.process_group.rank():
                 share.receive(memory)
 
     # -- checkpoints ------------------------------------------------------------------------------
@@ -286,13 +282,13 @@ class ZeroRedundancyOptimizer(Optimizer):
             to: The rank in the group that receives the states.
         """
         to = whole_number_of("to", to)
-        if not 0 <= to < self._group.size():
-            raise UsageError(f"to={to}: pass a rank of the group, from 0 to {self._group.size() - 1}")
+        if not 0 <= to < self.process_group.size():
+            raise UsageError(f"to={to}: pass a rank of the group, from 0 to {self.process_group.size() - 1}")
         assert self.optim is not None
         self._copy_options(self.param_groups, self.optim.param_groups)
-        here = self._group.rank() == to
-        gathered: list[Any] | None = [None] * self._group.size() if here else None
-        self._group.gather_object(self._local_state(), gathered, to, weights_only=True, background=False).wait()
+        here = self.process_group.rank() == to
+        gathered: list[Any] | None = [None] * self.process_group.size() if here else None
+        self.process_group.gather_object(self._local_state(), gathered, to, weights_only=True, background=False).wait()
         if gathered is not None:
             self._consolidated = self._with({place: each for state in gathered for place, each in state.items()})
 
@@ -303,7 +299,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             UsageError: `consolidate_state_dict` was not called with this rank since the last step.
         """
         if self._consolidated is None:
-            rank = self._group.rank()
+            rank = self.process_group.rank()
             raise UsageError(
                 f"rank {rank} does not have the optimizer's state of the other ranks: call "
                 f"consolidate_state_dict(to={rank}) on all ranks before state_dict()"
@@ -353,12 +349,12 @@ class ZeroRedundancyOptimizer(Optimizer):
         Returns:
             The places of the parameters whose state was lost, among all parameters.
         """
-        old, owned, places = self._group, self._owned_by_rank(), self._places()
-        self._group, self._torch_group = group_of(group, None)
-        states: list[Any] = [None] * self._group.size()
-        self._group.all_gather_object(states, self._local_state(), weights_only=True, background=False).wait()
+        old, owned, places = self.process_group, self._owned_by_rank(), self._places()
+        self.process_group, self._torch_group = group_of(group, None)
+        states: list[Any] = [None] * self.process_group.size()
+        self.process_group.all_gather_object(states, self._local_state(), weights_only=True, background=False).wait()
         kept = {place: each for state in states for place, each in state.items()}
-        ranks = {member: rank for rank, member in enumerate(self._group.member_ids)}
+        ranks = {member: rank for rank, member in enumerate(self.process_group.member_ids)}
         sources: list[list[torch.Tensor]] = [[] for _ in ranks]
         lost = []
         for member, parameters in zip(old.member_ids, owned, strict=True):

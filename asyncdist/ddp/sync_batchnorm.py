@@ -99,10 +99,6 @@ class SyncBatchNorm(BatchNorm):
             made.qconfig = layer.qconfig
         return made
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise UsageError(f"SyncBatchNorm takes inputs of the shape (N, C, ...), not {tuple(input.shape)}")
-
     def __getstate__(self) -> dict[str, Any]:
         state = dict(vars(self))
         # A group belongs to this process.
@@ -117,7 +113,8 @@ class SyncBatchNorm(BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the normalized input; in training, all ranks of the group call it together."""
-        self._check_input_dim(input)
+        if input.dim() < 2:
+            raise UsageError(f"SyncBatchNorm takes inputs of the shape (N, C, ...), not {tuple(input.shape)}")
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:

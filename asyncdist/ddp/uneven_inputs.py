@@ -14,11 +14,11 @@ The announcement is an all-gather of one byte per rank, so every rank knows the 
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Iterable
-from enum import IntEnum
+from enum import Enum
 from typing import Any
 
 import torch
@@ -26,20 +26,25 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from asyncdist.base.lifecycle import WeakRegistry
 from asyncdist.base.ops import ReduceOp, Reduction, premul_sum
 from asyncdist.ddp.sync_batchnorm import SyncBatchNorm
 from asyncdist.errors import MismatchError, UnevenInputsError, UsageError
 from asyncdist.groups import Group
 
 
-class StepKind(IntEnum):
-    """A rank's next step; the value is the byte that it announces."""
+class StepKind(Enum):
+    """A rank's next step, as errors name it."""
 
-    end = 0
-    forward = 1
-    refresh = 2
-    average = 3
-    skip = 4
+    end = "end of its inputs"
+    forward = "beginning of a forward"
+    refresh = "broadcast of buffers before a forward"
+    average = "average of a backward's gradients"
+    skip = "beginning of a forward without averages"
+
+
+_STEPS = list(StepKind)
+"""The byte that announces a step is its place here."""
 
 
 class Joining:
@@ -90,7 +95,8 @@ class Joining:
     def warn_of_older_optimizers(self) -> None:
         """Let the next step warn if this rank ran out before others and its optimizers' state is still the older one."""
         if self._group.rank() not in self.active:
-            self.optimizers.warn_at_next_steps(self._group.ranks[self.active[-1]])
+            for optimizer in self.optimizers.stepped:
+                _warn_at_next_step(optimizer, self._group.ranks[self.active[-1]])
 
     @property
     def present_reduction(self) -> Reduction:
@@ -99,10 +105,10 @@ class Joining:
 
     def _announce(self, step: StepKind) -> StepKind:
         """Announce this rank's next step; return that of the ranks with inputs left, ``end`` without such ranks."""
-        own = torch.tensor([step], dtype=torch.uint8, device="cpu")
+        own = torch.tensor([_STEPS.index(step)], dtype=torch.uint8, device="cpu")
         announced = torch.empty(self._group.size(), dtype=torch.uint8, device="cpu")
         self._group.all_gather_single(announced, own, background=False).wait()
-        steps = [StepKind(number) for number in announced.tolist()]
+        steps: list[StepKind] = [_STEPS[number] for number in announced.tolist()]
         active = [rank for rank, each in enumerate(steps) if each is not StepKind.end]
         if not active:
             return StepKind.end
@@ -119,19 +125,10 @@ class Joining:
     def _mismatch(self, first: int, step: StepKind, peer: int, other: StepKind) -> MismatchError:
         ranks = self._group.ranks
         reason = (
-            f"inside join() rank {ranks[first]} is at the {_WORDS[step]}, rank {ranks[peer]} at the {_WORDS[other]}: "
+            f"inside join() rank {ranks[first]} is at the {step.value}, rank {ranks[peer]} at the {other.value}: "
             "ranks that have inputs left must do the same"
         )
         return MismatchError(ranks[peer], reason, group=self._group.name, rank=ranks[self._group.rank()])
-
-
-_WORDS = {
-    StepKind.end: "end of its inputs",
-    StepKind.forward: "beginning of a forward",
-    StepKind.refresh: "broadcast of buffers before a forward",
-    StepKind.average: "average of a backward's gradients",
-    StepKind.skip: "beginning of a forward without averages",
-}
 
 
 def refuse_collectives(module: nn.Module) -> None:
@@ -144,8 +141,9 @@ def refuse_collectives(module: nn.Module) -> None:
             )
 
 
-_watches: list[OptimizerWatch] = []
-_is_hooked = False
+_watches: WeakRegistry[OptimizerWatch] = WeakRegistry()
+# Never removed: torch iterates over these hooks while another thread steps.
+_hook_steps = functools.cache(register_optimizer_step_post_hook)
 
 
 class OptimizerWatch:
@@ -156,40 +154,28 @@ class OptimizerWatch:
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        global _is_hooked
         self.stands_in = False
         """Whether this rank has run out of inputs."""
         self._parameters = set(map(id, parameters))
-        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        _watches.append(self)
-        # Never removed: torch iterates over these hooks while another thread steps.
-        if not _is_hooked:
-            _is_hooked = True
-            register_optimizer_step_post_hook(_note_step)
+        self.stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        _watches.add(self)
+        _hook_steps(_note_step)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer, of this model or not, has made a step."""
         # Torch's Join lets a ZeroRedundancyOptimizer follow the steps of the other ranks.
         if self.stands_in:
-            self._stepped.discard(optimizer)
+            self.stepped.discard(optimizer)
         elif any(id(each) in self._parameters for group in optimizer.param_groups for each in group["params"]):
-            self._stepped.add(optimizer)
+            self.stepped.add(optimizer)
 
     def close(self) -> None:
         """Stop looking at steps. Idempotent."""
-        with contextlib.suppress(ValueError):
-            _watches.remove(self)
-
-    def warn_at_next_steps(self, source: int) -> None:
-        """Warn at the next step of each optimizer if its state is what it is now; global rank ``source`` has the newest."""
-        for optimizer in self._stepped:
-            state = _first_state(optimizer)
-            if state is not None:
-                _warn_at_next_step(optimizer, state, source)
+        _watches.discard(self)
 
 
 def _note_step(optimizer: Optimizer, *_: Any) -> None:
-    for watch in tuple(_watches):
+    for watch in _watches.living():
         watch.note_step(optimizer)
 
 
@@ -199,7 +185,11 @@ def _first_state(optimizer: Optimizer) -> torch.Tensor | None:
     return next((each for each in states if isinstance(each, torch.Tensor) and each.dim() > 0), None)
 
 
-def _warn_at_next_step(optimizer: Optimizer, state: torch.Tensor, source: int) -> None:
+def _warn_at_next_step(optimizer: Optimizer, source: int) -> None:
+    """Warn at the next step of an optimizer if its state is what it is now; global rank ``source`` has the newest."""
+    state = _first_state(optimizer)
+    if state is None:
+        return
     before = state.detach().clone()
 
     def check(*_: Any) -> None:

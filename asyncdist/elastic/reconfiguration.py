@@ -279,26 +279,20 @@ class _FailureWatch:
 
     async def _reach(self, rank: int) -> tuple[AsyncStore | None, str]:
         """Connect to the store of a member; return None and the reason if its process has ended."""
-        member = self._members[rank]
-        try:
-            return await self._connect(member), ""
-        except ConnectionError:
-            return None, self._ended(rank)
-        except OSError:
-            # The way there may be closed in this direction only.
-            await asyncio.Event().wait()
-            raise
-
-    async def _connect(self, member: ProcessHandle) -> AsyncStore:
-        """Connect to the store of a member; raise ConnectionRefusedError if it has ended."""
-        token = member.token or self._config.token
+        member, config = self._members[rank], self._config
+        host, port, token = member.host, member.port, member.token or config.token
         while True:
-            # The store is there for as long as its process, so a refused connection is final.
-            await probe(member.host, member.port, None)
-            with contextlib.suppress(StoreConnectionError):
-                return await AsyncStore.connect(
-                    member.host, member.port, token=token, timeout=_CONNECT_ATTEMPT, config=self._config
-                )
+            try:
+                # The store is there for as long as its process, so a refused connection is final.
+                await probe(host, port, None)
+                with contextlib.suppress(StoreConnectionError):
+                    attempt = AsyncStore.connect(host, port, token=token, timeout=_CONNECT_ATTEMPT, config=config)
+                    return await attempt, ""
+            except ConnectionError:
+                return None, self._ended(rank)
+            except OSError:
+                # The way there may be closed in this direction only.
+                await asyncio.Event().wait()
 
     async def report(self, reason: str) -> None:
         """Tell the other members why this one gives up, unless another has told them before."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncdist.base.deadline import Timeout
 from asyncdist.config import Config
-from asyncdist.rpc.calls import RemoteCall
+from asyncdist.rpc.calls import CallStream, RemoteCall
 from asyncdist.rpc.errors import (
     CalleeLostError,
     CallError,
@@ -35,7 +35,6 @@ from asyncdist.rpc.errors import (
 from asyncdist.rpc.references import RemoteReference
 from asyncdist.rpc.remote import RemoteObject, RemoteObjects
 from asyncdist.rpc.session import RpcSession, current_session
-from asyncdist.rpc.streams import CallStream
 from asyncdist.rpc.training import RemoteModule, RemoteOptimizer, ServedModule, backward
 from asyncdist.store import AsyncStoreBase
 

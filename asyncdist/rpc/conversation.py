@@ -16,7 +16,7 @@ from asyncdist.base.callables import Callback
 from asyncdist.base.descriptors import close_all
 from asyncdist.errors import PeerLostError, ProtocolError
 from asyncdist.net import IncomingMessage, PeerChannel
-from asyncdist.rpc.calls import Caller, HeldAnswer, Unwanted
+from asyncdist.rpc.caller import Caller, HeldAnswer, Unwanted
 from asyncdist.rpc.execution import Callee, CallResources, Execution
 from asyncdist.rpc.loans import Buffer, ChannelLoans
 from asyncdist.rpc.values import Carrier, run_aside
@@ -129,11 +129,11 @@ class ConversationHandler:
         conversation.caller.closed(error)
         conversation.callee.closed()
         conversation.loans.closed(error)
-        self._references.departed(channel)
+        self._references.drop_absent(channel.peer.id)
 
 
 class ValueMessage:
-    """A call or an answer whose value arrives in buffers, or the content of a loan. It is the `Borrower` of its own loan.
+    """A call or an answer whose value arrives in buffers, or the content of a loan.
 
     Args:
         is_outside: Whether the value is the first buffer instead of a part of the head.
@@ -189,7 +189,7 @@ class ValueMessage:
         if self.kind == LENT_BYTES:
             loans.content_arrived(self.number, buffers, msgpack.unpackb(head)[2])
         elif self._loan:
-            loans.borrow(self._loan, buffers, self)
+            self._conversation.resources.lending.spawn(self._borrow())
         else:
             self.arrived(buffers)
 
@@ -202,10 +202,22 @@ class ValueMessage:
         else:
             self._conversation.caller.unreadable(self.number, f"its result cannot be read: {reason}")
 
-    # -- its loan ----------------------------------------------------------------------------------
-
-    def is_wanted(self) -> bool:
+    def _is_wanted(self) -> bool:
         return self._conversation.caller.expects(self.number) if self.call is None else not self.call.is_cancelled
+
+    async def _borrow(self) -> None:
+        filled, reason = await self._conversation.loans.borrow(self._loan, self._buffers, self._is_wanted)
+        try:
+            if filled is not None and self._is_wanted():
+                self.arrived(filled)
+                return
+            _discard(self._carrier, self._head, self._buffers)
+            if reason and self._is_wanted():
+                self.unreadable(reason)
+        except Exception as error:
+            self._conversation.channel.fail_by(error)
+
+    # -- reading -----------------------------------------------------------------------------------
 
     def arrived(self, buffers: Sequence[Buffer]) -> None:
         """Read the value at once, or in a thread if that takes long; later answers to the call then wait."""
@@ -219,15 +231,6 @@ class ValueMessage:
             self._read()
         elif self.call is None:
             self._held = self._conversation.caller.hold_answer(self.number)
-
-    def failed(self, reason: str) -> None:
-        self.dropped()
-        self.unreadable(reason)
-
-    def dropped(self) -> None:
-        _discard(self._carrier, self._head, self._buffers)
-
-    # -- reading -----------------------------------------------------------------------------------
 
     def _read(self) -> None:
         try:

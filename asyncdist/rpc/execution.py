@@ -14,7 +14,7 @@ import inspect
 import logging
 import sys
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol
@@ -25,19 +25,19 @@ from asyncdist.base.timers import DeadlineTimer
 from asyncdist.errors import PeerLostError, ProtocolError, UsageError
 from asyncdist.kernel import DeviceLending
 from asyncdist.net import OutgoingMessage, PeerChannel
-from asyncdist.rpc.calls import current_deadline
-from asyncdist.rpc.failures import describe
+from asyncdist.rpc.caller import current_deadline
+from asyncdist.rpc.calls import WINDOW
+from asyncdist.rpc.errors import describe
 from asyncdist.rpc.loans import ChannelLoans, MessageLoan
 from asyncdist.rpc.objects import MethodKind, NoSuchObject, ServedMethod, ServedObjects
 from asyncdist.rpc.references import ReferenceTable
-from asyncdist.rpc.streams import WINDOW
 from asyncdist.rpc.values import Carrier, PackedValue, cannot_change
 from asyncdist.rpc.wire import END, FAILED, ITEM, RESULT, Failure, pack_plain
 
 log = logging.getLogger("asyncdist")
 
-_STARTS_EAGERLY = sys.version_info >= (3, 12)
-"""Whether the first step of a task can run at once."""
+_EAGERLY: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
+"""Lets the first step of a task run at once, where that is possible."""
 
 ObjectKey = tuple[str | int, int]
 """The name of an object, or the number of a reference to it, and its index among those of that name."""
@@ -212,19 +212,18 @@ class Callee:
         kind = execution.method.kind
         if kind is MethodKind.PLAIN:
             self._queues.setdefault(execution.key, _Queue()).is_running = True
-            if _STARTS_EAGERLY:
+            if _EAGERLY:
                 self._submit(execution)
             else:
                 # The coroutines before it begin in this turn of the loop.
                 self._loop.call_soon(self._submit, execution)
             return
         running = self._run(execution) if kind is MethodKind.COROUTINE else self._stream(execution)
+        context = None
         if execution.deadline < inf:
             context = contextvars.copy_context()
             context.run(current_deadline.set, execution.deadline)
-            task = self._start(running, context)
-        else:
-            task = self._start(running, None)
+        task = asyncio.Task(running, loop=self._loop, context=context, **_EAGERLY)
         if not task.done():
             execution.task = task
 
@@ -234,12 +233,6 @@ class Callee:
         # A session that is closing has no threads any more. The end of the channel then ends the call.
         with contextlib.suppress(RuntimeError):
             self._resources.threads.submit(context.run, self._run_in_thread, execution)
-
-    def _start(self, running: Coroutine[Any, Any, None], context: contextvars.Context | None) -> asyncio.Task[None]:
-        """Start a task, whose first step runs at once if that is possible."""
-        if sys.version_info >= (3, 12):
-            return asyncio.Task(running, loop=self._loop, context=context, eager_start=True)
-        return asyncio.Task(running, loop=self._loop, context=context)
 
     async def _run(self, execution: Execution) -> None:
         try:
@@ -264,7 +257,7 @@ class Callee:
             # Without a frame of the method itself the arguments did not fit.
             trace = error.__traceback__
             if trace is not None and trace.tb_next is None:
-                raise ArgumentsDoNotFit(str(error)) from error
+                raise CallFailed(Failure.REFUSED, f"the arguments do not fit: {error}") from error
             raise
         finally:
             execution.args, execution.kwargs = (), {}
@@ -332,11 +325,11 @@ class Callee:
 
     def _pack(self, value: Any, *, snapshot: bool) -> PackedValue:
         if inspect.isgenerator(value):
-            raise ResultNotCarried("it is a generator: write the method as `async def` with `yield`, to send a stream")
+            raise _not_carried("it is a generator: write the method as `async def` with `yield`, to send a stream")
         try:
             return self._resources.carrier.pack(value, snapshot=snapshot, lender=self._loans)
         except UsageError as error:
-            raise ResultNotCarried(error.summary) from error
+            raise _not_carried(error.summary) from error
 
     async def _pack_aside(self, value: Any) -> PackedValue:
         """Pack a value that cannot change, in a thread if that takes long."""
@@ -344,7 +337,7 @@ class Callee:
             packed = self._resources.carrier.pack_arguments(value, self._loans, self._resources.value_threads)
             return await packed if isinstance(packed, asyncio.Future) else packed
         except UsageError as error:
-            raise ResultNotCarried(error.summary) from error
+            raise _not_carried(error.summary) from error
 
     def _returned(self, execution: Execution, packed: PackedValue) -> None:
         if execution.is_cancelled:
@@ -381,17 +374,15 @@ class Callee:
             head = (b"\x94", pack_plain(kind), pack_plain(number), value, pack_plain(loan.number))
             return self._send(b"".join(head), plain), loan
         except BaseException:
-            self._loans.end(loan)
+            self._loans.end(loan.number)
             raise
 
     def _raised(self, execution: Execution, error: BaseException) -> None:
         if execution.is_cancelled:
             return
         self._forget(execution)
-        if isinstance(error, ArgumentsDoNotFit):
-            self._fail(execution.number, Failure.REFUSED, f"the arguments do not fit: {error}")
-        elif isinstance(error, ResultNotCarried):
-            self._fail(execution.number, Failure.RESULT_NOT_CARRIED, f"its result cannot be carried: {error}")
+        if isinstance(error, CallFailed):
+            self._fail(execution.number, error.failure, error.reason)
         else:
             self._fail(execution.number, Failure.RAISED, *describe(error))
 
@@ -415,9 +406,13 @@ class Callee:
             return None
 
 
-class ArgumentsDoNotFit(TypeError):
-    """The method does not take these arguments."""
+class CallFailed(Exception):
+    """The arguments do not fit the method, or a result or an item of a stream cannot be carried."""
+
+    def __init__(self, failure: Failure, reason: str) -> None:
+        super().__init__(reason)
+        self.failure, self.reason = failure, reason
 
 
-class ResultNotCarried(Exception):
-    """A result, or an item of a stream, cannot be carried."""
+def _not_carried(reason: str) -> CallFailed:
+    return CallFailed(Failure.RESULT_NOT_CARRIED, f"its result cannot be carried: {reason}")

@@ -246,10 +246,6 @@ class ChannelLoans:
             for (place, part), location in zip(group, lent.locations, strict=True)
         ]
 
-    def end(self, loan: MessageLoan) -> None:
-        """End a loan whose message has not been sent."""
-        self._end(loan.number)
-
     async def all_returned(self) -> None:
         """Wait until the peer has returned all loans, or the channel has ended."""
         while self._lent:
@@ -257,7 +253,8 @@ class ChannelLoans:
                 self._returned = self._loop.create_future()
             await asyncio.wait([self._returned])
 
-    def _end(self, number: int) -> None:
+    def end(self, number: int) -> None:
+        """End a loan, which the peer has returned or whose message has not been sent."""
         loan = self._lent.pop(number, None)
         if loan is not None:
             loan.end()
@@ -309,18 +306,22 @@ class ChannelLoans:
             reason = str(cause) if isinstance(cause, TransferRefused) else describe_error(cause)
         self._send([ANSWER, number, reason[:_MOST_REASON]])
 
-    def borrow(self, number: int, buffers: Sequence[memoryview], borrower: Borrower) -> None:
-        """Read the lent tensors of a message that has arrived, tell the borrower, and return the loan."""
-        self._lending.spawn(self._borrow(number, buffers, borrower))
-
     def give_back(self, number: int) -> None:
         """Return a loan whose message is not wanted any more."""
         self._send([RETURNED, number])
 
-    async def _borrow(self, number: int, buffers: Sequence[memoryview], borrower: Borrower) -> None:
+    async def borrow(
+        self, number: int, buffers: Sequence[memoryview], is_wanted: Predicate
+    ) -> tuple[Sequence[Buffer] | None, str]:
+        """Read the lent tensors of a message that has arrived, and return the loan.
+
+        Returns:
+            The buffers with copies of the tensors, or None, and the reason why they cannot be read; neither if the message
+            is not wanted any more.
+        """
         filled, reason = None, ""
         try:
-            filled = await self._filled(number, buffers, lambda: self._channel.is_open and borrower.is_wanted())
+            filled = await self._filled(number, buffers, lambda: self._channel.is_open and is_wanted())
         except (OwnerHasEnded, PeerLostError):
             pass
         except torch.OutOfMemoryError as error:
@@ -328,15 +329,7 @@ class ChannelLoans:
         except Exception as error:
             reason = f"its device tensors cannot be read: {describe_error(error)}"
         self.give_back(number)
-        try:
-            if filled is not None and borrower.is_wanted():
-                borrower.arrived(filled)
-            elif reason and borrower.is_wanted():
-                borrower.failed(reason)
-            else:
-                borrower.dropped()
-        except Exception as error:
-            self._channel.fail_by(error)
+        return filled, reason
 
     async def _filled(self, number: int, buffers: Sequence[memoryview], is_wanted: Predicate) -> list[Buffer] | None:
         """Return the buffers of a message with copies of its lent tensors; None if it is not wanted any more."""
@@ -399,7 +392,7 @@ class ChannelLoans:
         elif kind == ANSWER:
             self._answered(number, *rest)
         elif kind == RETURNED:
-            self._end(number)
+            self.end(number)
         elif kind == DECLINED:
             self._declined(number, *rest)
         else:
@@ -414,27 +407,12 @@ class ChannelLoans:
         for offer in list(self._offers.values()):
             offer.loans = None
         for number in list(self._lent):
-            self._end(number)
+            self.end(number)
         for content in self._awaited.values():
             if not content.done():
                 content.set_exception(error)
         self._awaited.clear()
         self._lending.abandon(self._owner)
-
-
-class Borrower(Protocol):
-    """Receives the tensors of a message: a call of this process, or the answer to one.
-
-    One of the last three methods is called: all buffers are here, they cannot be read, or the message is not wanted.
-    """
-
-    def is_wanted(self) -> bool: ...
-
-    def arrived(self, buffers: Sequence[Buffer]) -> None: ...
-
-    def failed(self, reason: str) -> None: ...
-
-    def dropped(self) -> None: ...
 
 
 class AnyLender:

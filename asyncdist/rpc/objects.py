@@ -56,24 +56,13 @@ class ServedObjects:
             if not several:
                 raise UsageError(f"no object is served under the name {name!r}")
             self._named[name] = several
-        self._services: dict[str | int, Any] = {}
-        self._referenced: dict[str | int, Any] = {}
+        self.unpublished: dict[str | int, Any] = {}
+        """Services of the session itself by name, and the objects of references by number."""
 
     @property
     def counts(self) -> dict[str, int]:
         """The number of objects under each name."""
         return {str(name): len(several) for name, several in self._named.items()}
-
-    def add_service(self, name: str, service: Any) -> None:
-        """Serve an object of the session itself, which is not published."""
-        self._services[name] = service
-
-    def add_reference(self, number: int, target: Any) -> None:
-        """Make an object reachable by the number of a reference."""
-        self._referenced[number] = target
-
-    def remove_reference(self, number: int) -> None:
-        self._referenced.pop(number, None)
 
     def method(self, name_or_number: str | int, index: int, name: str) -> ServedMethod:
         """Return a method, as the object has it now. Raises NoSuchObject."""
@@ -103,10 +92,8 @@ class ServedObjects:
             raise NoSuchObject(
                 f"this process serves {len(several)} objects {name_or_number!r}, and none with number {index}"
             )
-        if name_or_number in self._referenced:
-            return self._referenced[name_or_number]
-        if name_or_number in self._services:
-            return self._services[name_or_number]
+        if name_or_number in self.unpublished:
+            return self.unpublished[name_or_number]
         if isinstance(name_or_number, int):
             raise NoSuchObject("the object of this reference has been released")
         names = ", ".join(map(repr, self._named)) or "none"

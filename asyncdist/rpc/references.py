@@ -28,7 +28,8 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import AsyncdistError, PeerLostError, UsageError
 from asyncdist.net import ChannelAddress, ChannelPort, PeerChannel
-from asyncdist.rpc.calls import Caller, RemoteCall
+from asyncdist.rpc.caller import Caller
+from asyncdist.rpc.calls import RemoteCall
 from asyncdist.rpc.errors import CalleeLostError
 from asyncdist.rpc.objects import ServedObjects
 from asyncdist.rpc.wire import GRANT, RELEASE, pack_plain
@@ -114,8 +115,8 @@ class RemoteReference(ProcessBound):
         Raises:
             UsageError: Shape or dtype differ.
         """
-        args = [self._number, _plain_index(where), *_signature(tensor)]
-        call = await self._start(REFERENCES, "read_checked", args, {}, timeout)
+        args = [self._number, _plain_index(where), _signature(tensor)]
+        call = await self._start(REFERENCES, "read", args, {}, timeout)
         target = tensor.detach()
         if target.is_cpu and target.is_contiguous() and target.dtype.itemsize * target.numel():
             call.destination = target
@@ -202,19 +203,14 @@ class ReferenceService:
             )
         return self._table.refer(value)
 
-    async def read(self, number: int, where: Any) -> Any:
-        """Return an object, or a part of a tensor."""
-        value = self._table.objects.object(number, 0)
-        return value if where is None else value[_index(where)]
-
-    async def read_checked(self, number: int, where: Any, shape: list[int], dtype: str) -> torch.Tensor:
-        """Return a tensor or a part of it, which has this shape and dtype."""
-        tensor = self._tensor(number)
-        value = tensor if where is None else tensor[_index(where)]
-        if _signature(value) != [shape, dtype]:
-            mine = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-            raise ValueError(f"the part is {mine}, and the tensor to read into {tuple(shape)} {dtype}")
-        return value.detach()
+    async def read(self, number: int, where: Any, expected: list[Any] | None = None) -> Any:
+        """Return an object, or a part of a tensor, which has the ``expected`` shape and dtype if these are given."""
+        value = self._table.objects.object(number, 0) if expected is None else self._tensor(number)
+        value = value if where is None else value[_index(where)]
+        if expected is not None and (own := _signature(value)) != expected:
+            shape, into = tuple(own[0]), tuple(expected[0])
+            raise ValueError(f"the part is {shape} {own[1]}, and the tensor to read into {into} {expected[1]}")
+        return value.detach() if expected is not None else value
 
     async def write(self, number: int, where: Any, tensor: torch.Tensor) -> None:
         """Copy a tensor into a tensor, or into a part of it."""
@@ -288,7 +284,7 @@ class ReferenceTable:
             number = self._number_of.get(id(target))
             if number is None:
                 number = self._number_of[id(target)] = next(self._numbers)
-                self.objects.add_reference(number, target)
+                self.objects.unpublished[number] = target
             self._hold(number, self.address.id, 1)
             return self._keep(self.address, number, type(target).__qualname__, tensor)
 
@@ -299,7 +295,7 @@ class ReferenceTable:
                 return
             self._hold(number, holder, 1)
         if not self._is_connected(holder):
-            self._loop.call_later(_CONNECTED_WITHIN, self._expect, holder)
+            self._loop.call_later(_CONNECTED_WITHIN, self.drop_absent, holder)
 
     def released(self, channel: PeerChannel, number: int, count: int) -> None:
         """Note that a process returns its holds."""
@@ -307,11 +303,7 @@ class ReferenceTable:
             if number in self._num_holders:
                 self._hold(number, channel.peer.id, -count)
 
-    def departed(self, channel: PeerChannel) -> None:
-        """Drop the holds of a process whose last channel has ended."""
-        self._expect(channel.peer.id)
-
-    def _expect(self, holder: str) -> None:
+    def drop_absent(self, holder: str) -> None:
         """Drop the holds of a process to which there is no channel."""
         if not self._is_connected(holder):
             with self._lock:
@@ -335,7 +327,7 @@ class ReferenceTable:
         if not self._num_holders[number]:
             del self._num_holders[number]
             del self._number_of[id(self.objects.object(number, 0))]
-            self.objects.remove_reference(number)
+            del self.objects.unpublished[number]
 
     # -- the holder's side -------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import UsageError
-from asyncdist.rpc.calls import Caller, RemoteCall
+from asyncdist.rpc.caller import Caller
+from asyncdist.rpc.calls import RemoteCall
 from asyncdist.rpc.errors import PartialError
 from asyncdist.rpc.loans import AnyLender
 from asyncdist.rpc.objects import CALL_METHOD

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from math import inf
 from typing import Any, Self
 
-from asyncdist.base.background_loop import running_loop
+from asyncdist.base.background_loop import cancel_all, running_loop
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
@@ -21,7 +21,7 @@ from asyncdist.errors import AsyncdistError, UsageError
 from asyncdist.kernel import DeviceLending, whole_number_of
 from asyncdist.net import ChannelPort
 from asyncdist.rendezvous import JobDirectory, JobSearch, PeerRecord, RecordChange
-from asyncdist.rpc.calls import current_deadline
+from asyncdist.rpc.caller import current_deadline
 from asyncdist.rpc.conversation import CREDITS, WINDOW_NBYTES, ConversationHandler, conversation_of
 from asyncdist.rpc.errors import NameNotFoundError
 from asyncdist.rpc.objects import ServedObjects
@@ -89,7 +89,7 @@ class RpcSession(ProcessBound):
         self.carrier = Carrier(
             allow_pickle=self._config.allow_pickle, references=self.references, place=self.lending.place
         )
-        self.objects.add_service(REFERENCES, ReferenceService(self.references, self._offers_attributes))
+        self.objects.unpublished[REFERENCES] = ReferenceService(self.references, self._offers_attributes)
         async with contextlib.AsyncExitStack() as stack:
             directory = self._directory = await JobDirectory.open(
                 self._job, SERVICE, config=self._config, timeout=self.call_timeout
@@ -110,7 +110,7 @@ class RpcSession(ProcessBound):
                 await directory.publish(record)
                 self._records.append(record)
             stack.push_async_callback(self._withdraw)
-            stack.push_async_callback(_cancelled, self._loop.create_task(directory.keep(self._port.use_token)))
+            stack.push_async_callback(cancel_all, self._loop.create_task(directory.keep(self._port.use_token)))
             sessions = _sessions.setdefault(self._loop, [])
             sessions.append(self)
             stack.callback(sessions.remove, self)
@@ -263,11 +263,6 @@ class _ObjectSearch(JobSearch[list[RemoteObject]]):
         caller = conversation_of(channel).caller
         rank, count = record.about["rank"], record.about["count"]
         return [RemoteObject(caller, record.name, index, rank, count) for index in range(count)]
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
 
 
 def current_session() -> RpcSession:

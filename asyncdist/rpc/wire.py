@@ -20,7 +20,7 @@ import msgpack
 CALL, RESULT, ITEM, END, FAILED, CANCEL, CREDIT, RELEASE, GRANT = range(9)
 OFFER, ANSWER, RETURNED, DECLINED, LENT_BYTES = range(9, 14)
 
-VERSION = 3
+VERSION = 4
 """Of these messages. Processes with different versions do not call each other."""
 
 

@@ -13,11 +13,9 @@ torch_group          the methods that the next two have in common: the collectiv
 process_group        `torch.distributed.ProcessGroup`, for groups that asyncdist serves as a whole
 backend              ``c10d::Backend``, for a part of a group and for callers in C++, from torch 2.14 on
 call_forms           `torch.distributed.ReduceOp`, and the forms in which torch's methods can be called
-no_group_yet         what takes the place of the group before the first ``reconfigure``
 torch_work           `torch.distributed.Work`: the handle that a collective returns
 callback_order       the order of the callbacks of futures, and the groups on which they communicate
-registration         `Backend.register_backend`: creates a process group
-kernels              two operators of ``_c10d_functional`` whose kernels below torch 2.14 require a C++ back end
+registration         `Backend.register_backend`: creates a process group; operators that below torch 2.14 require C++
 patches              every function of torch that this package replaces
 bucket_memory        registered memory for the buckets of `torch.nn.parallel.DistributedDataParallel`
 memory_pool          registered memory for ``ProcessGroup.allocate_tensor``
@@ -29,7 +27,7 @@ debug_tab            a tab of torch's debug server (``torch.distributed.debug``)
 Importing the package registers the back end. The package may use every layer except `bench` and `cli`.
 """
 
-from asyncdist.torch_backend import kernels, patches, registration
+from asyncdist.torch_backend import patches, registration
 from asyncdist.torch_backend.backend import Backend
 from asyncdist.torch_backend.process_group import ProcessGroup
 from asyncdist.torch_backend.rendezvous import url_handler
@@ -40,6 +38,6 @@ __all__ = ["Backend", "ProcessGroup", "Store", "Work"]
 
 registration.register_backend()
 registration.serve_recorders()
-kernels.register_kernels()
+registration.register_kernels()
 patches.apply_patches()
 url_handler.register_url_scheme()

@@ -19,8 +19,7 @@ from asyncdist.errors import UnsupportedError
 from asyncdist.groups import Group, NonMember, World, open_world
 from asyncdist.kernel import c10d_private, excluded_from_compile
 from asyncdist.torch_backend.call_forms import Start
-from asyncdist.torch_backend.no_group_yet import NoGroupYet
-from asyncdist.torch_backend.torch_group import NAME, TorchGroup
+from asyncdist.torch_backend.torch_group import NAME, NoGroupYet, TorchGroup
 from asyncdist.torch_backend.torch_work import Work
 
 
@@ -46,8 +45,8 @@ class Backend(TorchGroup, c10d_private.Backend):  # type: ignore[misc]
         """The options that torch passes to `split` and `merge`, with the name and the timeout of the new group."""
         return c10d_private.Backend.Options(NAME, timeout=timedelta(seconds=self.group.timeout))
 
-    def _run(self, start: Start, outputs: list[torch.Tensor], opts: Any, *args: Any) -> Work:
-        self.started.work = work = super()._run(start, outputs, opts, *args)
+    def _run(self, opts: Any, start: Start, outputs: list[torch.Tensor], *args: Any) -> Work:
+        self.started.work = work = super()._run(opts, start, outputs, *args)
         return work
 
     def _background(self, start: Start, outputs: list[torch.Tensor], limit: Timeout, *args: Any, **extra: Any) -> Work:

@@ -11,7 +11,6 @@ page of rank 0's server asks all ranks for their flight recorders. Torch's serve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +92,7 @@ class DebugTab(DebugHandler):  # type: ignore[misc]
             for content in response.json():
                 record = parse(content)
                 worlds.setdefault(record.world, []).append(record)
-        return sorted(worlds.values(), key=_size), problems
-
-
-def _size(records: Sequence[TraceRecord]) -> int:
-    return -records[0].world_size
+        return sorted(worlds.values(), key=lambda records: -records[0].world_size), problems
 
 
 def _line(status: RankStatus) -> str:

@@ -18,8 +18,8 @@ from asyncdist.base.callables import AnyFunction
 from asyncdist.groups import Group, World
 from asyncdist.kernel import OperationRecord, c10d_private, excluded_from_compile
 from asyncdist.torch_backend.backend import Backend
-from asyncdist.torch_backend.no_group_yet import NoGroupYet
-from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS, TorchGroup
+from asyncdist.torch_backend.call_forms import FORMS
+from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS, NoGroupYet, TorchGroup
 
 _torch: Any = torch_distributed.ProcessGroup
 _CPU = torch.device("cpu")
@@ -182,12 +182,7 @@ def _through_dispatcher(name: str) -> AnyFunction:
 
 
 if HAS_PYTHON_BACKENDS:
-    for _name in (
-        "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single",
-        "reduce_scatter_single_coalesced", "broadcast", "allgather", "all_gather_single", "all_gather_single_coalesced",
-        "allgather_coalesced", "gather", "scatter", "alltoall", "all_to_all_single", "barrier", "send", "recv",
-        "recv_anysource",
-    ):  # fmt: skip
+    for _name in (*FORMS.keys() - {"gather_single", "gather_into_tensor"}, "send", "recv", "recv_anysource"):
         setattr(ObservedProcessGroup, _name, _through_dispatcher(_name))
     # torch's own methods of both names call methods of the older ones.
     for _name in _OLDER_NAMES:

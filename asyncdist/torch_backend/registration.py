@@ -1,7 +1,10 @@
-"""Registration with ``torch.distributed.Backend.register_backend``, and the factory that torch then calls.
+"""Registration with ``torch.distributed.Backend.register_backend``, the factory that torch then calls, and two operators.
 
 The package registers the back end when it is imported. torch calls `make_backend` in ``init_process_group`` and
 ``new_group``. `asyncdist.cli.bench.contenders.null_backend` registers a second back end here.
+
+Below torch 2.14, the kernels of two operators of ``_c10d_functional`` require a back end written in C++. Those here serve
+process groups of every back end, because torch selects a kernel by the tensor's device.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,9 +25,8 @@ from asyncdist.groups import Group, World
 from asyncdist.kernel import c10d_private
 from asyncdist.kernel.tracing.recorder import recorders
 from asyncdist.torch_backend.backend import Backend, open_through
-from asyncdist.torch_backend.no_group_yet import NoGroupYet
 from asyncdist.torch_backend.process_group import ObservedProcessGroup, ProcessGroup, group_of
-from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS, NAME, TorchGroup
+from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS, NAME, NoGroupYet, TorchGroup
 
 _numbers_alone = itertools.count()
 _names: set[str] = set()
@@ -35,7 +38,10 @@ _dumped: list[int] = []
 def register_backend() -> None:
     """Make ``"asyncdist"`` a back end of torch.distributed. Idempotent."""
     add_backend(NAME, make_backend, ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"])
-    _register_with_second_interface()
+    # ``torch.distributed._dist2``, which some releases of torch have.
+    second = c10d_private.dist2
+    if second is not None and NAME not in second._BACKENDS:
+        second.register_backend(NAME, _make_alone)
 
 
 def add_backend(name: str, maker: AnyFunction, devices: Sequence[str]) -> None:
@@ -44,13 +50,6 @@ def add_backend(name: str, maker: AnyFunction, devices: Sequence[str]) -> None:
     _names.add(name)
     if name.upper() not in backends._plugins:
         backends.register_backend(name, maker, extended_api=True, devices=list(devices))
-
-
-def _register_with_second_interface() -> None:
-    """Make it also a back end of ``torch.distributed._dist2``, which some releases of torch have."""
-    second = c10d_private.dist2
-    if second is not None and NAME not in second._BACKENDS:
-        second.register_backend(NAME, _make_alone)
 
 
 def _make_alone(store: Any, rank: int, world_size: int, timeout: Any, device: torch.device) -> ProcessGroup:
@@ -158,3 +157,50 @@ def _default_world() -> World | None:
         return None
     group = group_of(torch_distributed.group.WORLD)
     return None if group is None else group.world
+
+
+# The methods of torch's class call the group's Python methods and keep both halves of the Work that these return. A Work
+# that is passed to C++ code directly loses its Python half, and waiting for it never ends.
+_cpp: Any = torch_distributed.ProcessGroup
+
+
+@cache
+def register_kernels() -> None:
+    """Register the kernels for tensors on the CPU. Idempotent."""
+    if HAS_PYTHON_BACKENDS:
+        return
+    # Defines the operators.
+    assert c10d_private.functional_collectives
+    for kernel in (all_gather_into_tensor_out, batch_p2p_ops):
+        operator = f"_c10d_functional::{kernel.__name__}"
+        torch.library.impl(operator, "CPU", kernel)
+
+
+def all_gather_into_tensor_out(
+    input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor
+) -> torch.Tensor:
+    """Start an all-gather of ``input`` into ``out``; ``wait_tensor(out)`` waits for it."""
+    work = _cpp.all_gather_single_coalesced(_group(group_name), [out], [input.contiguous()])
+    c10d_private.register_work(out, work)
+    return out
+
+
+def batch_p2p_ops(
+    op_list: list[str], peer_list: list[int], tag_list: list[int], tensors: list[torch.Tensor], group_name: Any
+) -> list[torch.Tensor]:
+    """Start sends and receives with ranks of the group; ``wait_tensor`` of each result waits for its operation."""
+    group = _group(group_name)
+    started = []
+    for op, peer, tag, tensor in zip(op_list, peer_list, tag_list, tensors, strict=True):
+        if op == "isend":
+            tensor = tensor.contiguous()
+            work = _cpp.send(group, [tensor], peer, tag)
+        else:
+            work = _cpp.recv(group, [tensor], peer, tag)
+        c10d_private.register_work(tensor, work)
+        started.append(tensor)
+    return started
+
+
+def _group(name: Any) -> Any:
+    return c10d_private.resolve_process_group(name) if isinstance(name, str) else name

@@ -1,7 +1,7 @@
 """A `Group` by torch's names: the methods that `ProcessGroup` and `Backend` have in common.
 
-torch calls one method per operation, with an options object and with ranks of the group. Each method here passes the
-operation of `Group`, its output tensors and its arguments to `TorchGroup._run`.
+torch calls one method per operation, with an options object and with ranks of the group. Those of `call_forms.FORMS` pass
+the operation of `Group`, its output tensors and its arguments to `TorchGroup._run`.
 """
 
 from __future__ import annotations
@@ -24,34 +24,73 @@ from asyncdist.elastic.reconfiguration import Reconfiguration, completed_group
 from asyncdist.errors import (
     GroupAbortedError,
     GroupError,
+    NotInitializedError,
     OperationTimeoutError,
     PeerLostError,
     SharedMemoryError,
     UnsupportedError,
 )
 from asyncdist.groups import BackgroundCall, Group, World
-from asyncdist.kernel import DeviceWork, Hook, c10d_private, excluded_from_compile
+from asyncdist.kernel import Hook, c10d_private, excluded_from_compile
 from asyncdist.kernel.engine import work as started
-from asyncdist.torch_backend import gloo_words
-from asyncdist.torch_backend.call_forms import Start, Together, any_form, method_of, reduction_of, single
+from asyncdist.torch_backend.call_forms import FORMS, Start, Tensors, Together, collective, method_of, single
 from asyncdist.torch_backend.callback_order import CallbackOrder, order_of, running
 from asyncdist.torch_backend.memory_pool import MemoryPool
-from asyncdist.torch_backend.no_group_yet import NoGroupYet
 from asyncdist.torch_backend.one_sided.window import TorchWindow
-from asyncdist.torch_backend.torch_work import DONE, Work
+from asyncdist.torch_backend.torch_work import DONE, Work, add_monitored_barrier, add_words
+
+
+class NoGroupYet:
+    """Takes the place of the group before the first call of `TorchGroup.reconfigure`. Its operations raise.
+
+    Rank and size are those that torch was given; ``timeout`` is that of the group to come, in seconds.
+    """
+
+    error = None
+    _aborted = shares_memory = False
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self._rank, self._size = rank, size
+        self.timeout = timeout
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        self.timeout = seconds(timeout)
+
+    def register_hook(self, **functions: Any) -> Hook:
+        hook = Hook(None, None, None, None)
+        hook.remove()
+        return hook
+
+    def abort(self, reason: str) -> None:
+        """Do nothing: no operation is pending."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotInitializedError(
+            "the process group was made with enable_reconfigure=True and has no members yet: exchange the handles of "
+            "torch.distributed._get_reconfigure_handle(), then call torch.distributed._reconfigure() on every member"
+        )
+
 
 NAME = "asyncdist"
 
 HAS_PYTHON_BACKENDS = hasattr(c10d_private.Backend, "split")
 """Whether Python classes can derive from ``c10d::Backend``: from torch 2.14 on."""
 
-Tensors = list[torch.Tensor]
-
 _NO_TIME = timedelta(0)
 """torch passes a negative timeout where the group's own timeout applies."""
 
 
-@excluded_from_compile
 class TorchGroup(ProcessBound):
     """The operations, properties and the end of a `Group`, by the names by which torch calls them.
 
@@ -119,7 +158,7 @@ class TorchGroup(ProcessBound):
 
     # -- starting operations -------------------------------------------------------------------
 
-    def _run(self, start: Start, outputs: Tensors, opts: Any, *args: Any) -> Work:
+    def _run(self, opts: Any, start: Start, outputs: Tensors, *args: Any) -> Work:
         """Start an operation according to torch's options; a synchronous operation is complete on return."""
         timeout = opts.timeout
         limit = None if timeout < _NO_TIME else timeout
@@ -135,7 +174,7 @@ class TorchGroup(ProcessBound):
             try:
                 work.result()
             except GroupError as error:
-                gloo_words.add_words(error)
+                add_words(error)
                 raise
         return DONE
 
@@ -155,112 +194,7 @@ class TorchGroup(ProcessBound):
             self._coalesced.append(work)
         return Work(work, outputs, **extra)
 
-    # -- reductions ----------------------------------------------------------------------------
-
-    @any_form
-    def allreduce(self, tensors: Tensors, opts: Any) -> Work:
-        return self._run(self.group.all_reduce, tensors, opts, single(tensors), reduction_of(opts.reduceOp))
-
-    @any_form
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Work:
-        op = reduction_of(opts.reduceOp)
-        if len({tensor.dtype for tensor in tensors}) == 1:
-            return self._run(self.group.all_reduce_coalesced, tensors, opts, tensors, op)
-        return self._run(Together(self.group.all_reduce, [(tensor, op) for tensor in tensors]), tensors, opts)
-
-    @any_form
-    def reduce(self, tensors: Tensors, opts: Any) -> Work:
-        op = reduction_of(opts.reduceOp)
-        return self._run(self.group.reduce, tensors, opts, single(tensors), opts.rootRank, op)
-
-    @any_form
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Work:
-        op = reduction_of(opts.reduceOp)
-        return self._run(self.group.reduce_scatter, outputs, opts, single(outputs), single(inputs), op)
-
-    @any_form
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
-        op = reduction_of(opts.reduceOp)
-        return self._run(self.group.reduce_scatter_single, [output], opts, output, input, op)
-
-    @any_form
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
-        op = reduction_of(opts.reduceOp)
-        calls = [(output, tensor, op) for output, tensor in zip(outputs, inputs, strict=True)]
-        return self._run(Together(self.group.reduce_scatter_single, calls), outputs, opts)
-
-    # -- data movement -------------------------------------------------------------------------
-
-    @any_form
-    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
-        return self._run(self.group.broadcast, tensors, opts, single(tensors), opts.rootRank)
-
-    @any_form
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
-        return self._run(self.group.all_gather, single(outputs), opts, single(outputs), single(inputs))
-
-    @any_form
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
-        return self._run(self.group.all_gather_single, [output], opts, output, input)
-
-    @any_form
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
-        calls = list(zip(outputs, inputs, strict=True))
-        return self._run(Together(self.group.all_gather_single, calls), outputs, opts)
-
-    @any_form
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
-        return self._run(self.group.all_gather_coalesced, [t for row in outputs for t in row], opts, outputs, inputs)
-
-    @any_form
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
-        into = outputs[0] if outputs else None
-        return self._run(self.group.gather, into or [], opts, single(inputs), into, opts.rootRank)
-
-    @any_form
-    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
-        return self._run(self.group.gather_single, [output], opts, input, output, opts.rootRank)
-
-    # torch 2.15 has both names.
-    gather_into_tensor = gather_single
-
-    @any_form
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Work:
-        source = inputs[0] if inputs else None
-        return self._run(self.group.scatter, outputs, opts, single(outputs), source, opts.rootRank)
-
-    @any_form
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
-        return self._run(self.group.all_to_all, outputs, opts, outputs, inputs)
-
-    @any_form
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int],
-        input_split_sizes: Sequence[int],
-        opts: Any,
-    ) -> Work:
-        splits = output_split_sizes, input_split_sizes
-        return self._run(self.group.all_to_all_single, [output], opts, output, input, *splits)
-
-    @any_form
-    def barrier(self, opts: Any) -> Work:
-        devices = getattr(opts, "device_ids", None) if torch.cuda.is_available() else None
-        return self._run(self._barrier_on(devices[0]) if devices else self.group.barrier, [], opts)
-
-    def _barrier_on(self, index: int) -> Start:
-        """Return a barrier that a rank enters when its CUDA device has completed the current stream's work."""
-        on = self.group._on(torch.device("cuda", index))
-
-        def barrier(background: bool = True, timeout: Timeout = None) -> started.Work:
-            work = on.barrier(background=background, timeout=timeout)
-            if not background:
-                cast(DeviceWork, work).synchronize()
-            return work
-
-        return barrier
+    # -- operations that are no collectives of tensors: those are in `call_forms.FORMS` --------------
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """Return when every rank has called it; after ``timeout``, rank 0's error names every missing rank.
@@ -270,10 +204,8 @@ class TorchGroup(ProcessBound):
         try:
             self.group.monitored_barrier(timeout=timeout, background=False).result()
         except GroupError as error:
-            gloo_words.add_monitored_barrier(error, self.group.ranks, self.group.rank(), wait_all_ranks)
+            add_monitored_barrier(error, self.group.ranks, self.group.rank(), wait_all_ranks)
             raise
-
-    # -- point-to-point ------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
         return self._background(self.group.send, [], None, single(tensors), dst, tag)
@@ -489,3 +421,8 @@ class TorchGroup(ProcessBound):
 
     def __repr__(self) -> str:
         return f"<asyncdist {self.group!r}>"
+
+
+for _name in FORMS:
+    setattr(TorchGroup, _name, collective(_name))
+excluded_from_compile(TorchGroup)

@@ -28,6 +28,10 @@ class Counting:
         self.issued.append(("broadcast", tensor.numel()))
         return self._group.broadcast(tensor, src, **how)
 
+    def all_gather_object(self, objects, value, **options):
+        self.issued.append(("all_gather_object", value))
+        return self._group.all_gather_object(objects, value, **options)
+
 
 def seeded(module, seed=0):
     """Fill the parameters. The threads that run the ranks share torch's own generator."""

@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from asyncdist.ddp import DistributedDataParallel, hooks
-from asyncdist.ddp.backward import bucket_tuning
-from asyncdist.ddp.backward.bucket_tuning import BucketTuning
-from asyncdist.ddp.buckets import DEFAULT_CAP_NBYTES, MIB
+from asyncdist.ddp import DistributedDataParallel, buckets, hooks
+from asyncdist.ddp.buckets import DEFAULT_CAP_NBYTES, MIB, BucketTuning
 from asyncdist.errors import UsageError
 from tests.ddp import conftest as toy
 from tests.support.ranks import on_ranks
@@ -78,7 +76,7 @@ def test_caps_are_tried_in_a_limited_number_of_steps():
 @pytest.fixture
 def small_caps(monkeypatch):
     """Try caps of 64 bytes and more."""
-    monkeypatch.setattr(bucket_tuning, "MIB", 64)
+    monkeypatch.setattr(buckets, "MIB", 64)
 
 
 @pytest.mark.parametrize(

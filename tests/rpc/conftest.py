@@ -70,7 +70,7 @@ def caller_of(remote):
 
 def num_open(remote):
     """Return the number of calls that have not ended."""
-    return caller_of(remote).num_open
+    return len(caller_of(remote)._open)
 
 
 def channels_of(session):

@@ -673,7 +673,7 @@ async def test_deadline_travels_through_methods_that_call(job, eventually, overd
             await inner.wait()
 
         def relay_in_thread(self):
-            from asyncdist.rpc.calls import current_deadline
+            from asyncdist.rpc.caller import current_deadline
 
             return current_deadline.get() < float("inf")
 

@@ -246,9 +246,8 @@ async def test_release_does_not_look_at_other_objects(job):
             await asyncio.gather(first.call("add", 1), second.call("add", 1))
             (channel,) = channels_of(serving)
             table.granted(channel, number_of(second), gone.peer.id)
-            return steps_of(lambda: table.released(channel, number_of(first), 1)), steps_of(
-                lambda: table.departed(gone)
-            )
+            release = steps_of(lambda: table.released(channel, number_of(first), 1))
+            return release, steps_of(lambda: table.drop_absent(gone.peer.id))
 
         few = await num_steps()
         others = [await maker.make() for _ in range(100)]
@@ -324,5 +323,5 @@ async def test_hold_for_a_process_that_never_connects_ends(job, eventually, monk
         await eventually(lambda: released)
         assert (released, owner.num_alive) == ([(number, 1)], 1)
         # The timer of the grant does the same.
-        table.departed(died)
+        table.drop_absent(died.peer.id)
         assert owner.num_alive == 0

@@ -8,7 +8,7 @@ import torch
 
 from asyncdist import rpc
 from asyncdist.errors import UsageError
-from asyncdist.rpc.streams import WINDOW
+from asyncdist.rpc.calls import WINDOW
 from tests.rpc.conftest import num_open, read_into
 
 

@@ -8,6 +8,7 @@ many tests; a team that fails a program is replaced, so that one failure fails o
 import contextlib
 import itertools
 import pickle
+import signal
 import time
 from pathlib import Path
 
@@ -37,8 +38,8 @@ CLOSE = 2e-5
 """Relative tolerance of results whose sums depend on the order of summation."""
 
 
-BROAD = {"test_checkpoint.py", "test_ddp.py", "test_functional.py", "test_pipeline.py", "test_sharded.py"}
-"""Modules above the collectives: `make test` runs each of their tests with one pair of transport and ranks."""
+BROAD = {"checkpoint", "ddp", "functional", "mesh", "pipeline", "sharded"}
+"""Programs above the collectives: `make test` runs each of them with one pair of transport and ranks."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -51,9 +52,10 @@ def pytest_collection_modifyitems(items):
         if None in pair:
             continue
         essential = [("shm", 2), ("tcp", 4)]
-        if item.path.name in BROAD:
-            # The modules' tests take turns.
-            cases = seen.setdefault(item.path, {})
+        module = given.get("module", item.path.stem.removeprefix("test_"))
+        if module in BROAD:
+            # The programs of a module take turns.
+            cases = seen.setdefault(module, {})
             number = cases.setdefault((item.originalname, str(given)), len(cases))
             essential = [("shm", 2)] if number % 2 else [("tcp", 2)]
         if pair not in essential:
@@ -69,29 +71,44 @@ def daemon():
 
 
 @pytest.fixture
-def ended():
+def statuses():
+    """The exit statuses that a test expects of ranks other than 0, by rank."""
+    return {}
+
+
+@pytest.fixture
+def ended(statuses):
     """Wait until ranks have ended with a status, 0 by default: ``ended(*ranks)``."""
 
     def ended(*ranks, status=0):
         for rank in ranks:
+            statuses[rank] = status
             assert rank.wait() == status, rank.output()
 
     return ended
 
 
 @pytest.fixture
-def start_world(nursery, tmp_path):
-    """Fork ranks that run a function of a program and meet: ``start_world(program, function, world, *arguments)``."""
-    meetings = itertools.count()
+def start_world(nursery, tmp_path, statuses):
+    """Fork ranks that run a function of a program and meet: ``start_world(program, function, world, *arguments)``.
+
+    After the test they end with status 0, unless the test has killed them or expects another one.
+    """
+    meetings, started = itertools.count(), []
 
     def start_world(program, function, world, *arguments, ranks=None, **environment):
         meeting = f"file://{tmp_path}/meeting-{next(meetings)}"
-        return [
-            nursery.start(HERE / program, function, rank, world, meeting, *arguments, environment=environment)
-            for rank in range(ranks or world)
-        ]
+        started.append(
+            [
+                nursery.start(HERE / program, function, rank, world, meeting, *arguments, environment=environment)
+                for rank in range(ranks or world)
+            ]
+        )
+        return started[-1]
 
-    return start_world
+    yield start_world
+    for rank in itertools.chain(*started):
+        assert rank.wait() in (statuses.get(rank, 0), -signal.SIGKILL), rank.output()
 
 
 @pytest.fixture

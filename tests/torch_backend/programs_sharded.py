@@ -73,10 +73,10 @@ def finalized_awaited(rank, world):
 
 
 def mean_of_shares(rank, world):
-    """Return the mean that FSDP2 requests: (world + 1) / 2."""
+    """Return the mean that FSDP2 requests, and the expected one."""
     mean = torch.empty(3)
     dist.reduce_scatter_tensor(mean, torch.full((3 * world,), rank + 1.0), op=dist.ReduceOp.AVG)
-    return mean
+    return [(mean, torch.full((3,), (world + 1) / 2))]
 
 
 VARIANTS = {

@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 from asyncdist.errors import GroupError, OperationTimeoutError, PeerLostError
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.torch_backend import ProcessGroup
-from asyncdist.torch_backend.gloo_words import add_monitored_barrier, add_words
+from asyncdist.torch_backend.torch_work import add_monitored_barrier, add_words
 
 SHORT, LONG = timedelta(milliseconds=300), timedelta(minutes=1)
 REACHED = (

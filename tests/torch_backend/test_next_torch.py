@@ -22,13 +22,12 @@ def begin(start_world):
     )
 
 
-def test_group_is_bound_to_a_cpu(begin, ended):
+def test_group_is_bound_to_a_cpu(begin):
     ranks = begin("on_a_cpu")
     assert [rank.hear() for rank in ranks] == [[3.0, 3.0, 1.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]
-    ended(*ranks)
 
 
-def test_mesh_is_aborted_after_the_death_of_a_rank(begin, ended):
+def test_mesh_is_aborted_after_the_death_of_a_rank(begin):
     *survivors, victim = ranks = begin("aborts_mesh", 4)
     assert [rank.hear() for rank in ranks] == ["ready"] * 4
     victim.kill()
@@ -44,10 +43,9 @@ def test_mesh_is_aborted_after_the_death_of_a_rank(begin, ended):
         assert (kind, "Could not resolve the process group" in text) == ("RuntimeError", True)
     for rank in survivors:
         rank.say("end")
-    ended(*survivors)
 
 
-def test_profile_shows_operations_by_the_names_that_the_program_gives(begin, ended):
+def test_profile_shows_operations_by_the_names_that_the_program_gives(begin):
     ranks = begin("named")
     for rank in ranks:
         seen = rank.hear()
@@ -56,7 +54,6 @@ def test_profile_shows_operations_by_the_names_that_the_program_gives(begin, end
         assert seen["to the next stage"] == 2
         assert "asyncdist:send" not in seen
         assert "asyncdist:recv" not in seen
-    ended(*ranks)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def check(results):
         ("cuda:gloo,cpu:asyncdist", "tcp"),
     ],
 )
-def test_process_group_has_another_back_end_for_another_device(start, ended, config, transport):
+def test_process_group_has_another_back_end_for_another_device(start, config, transport):
     ranks = start("mixed", config, ASYNCDIST_TRANSPORT=transport, GLOO_SOCKET_IFNAME="lo")
     for rank in ranks:
         assert rank.hear() == ["ProcessGroup", "Backend", "ProcessGroupGloo"]
@@ -43,17 +43,15 @@ def test_process_group_has_another_back_end_for_another_device(start, ended, con
     kinds, text = ranks[1].hear()
     assert "UnsupportedError" in kinds, text
     assert "give every rank a list" in text
-    ended(*ranks)
 
 
-def test_back_end_is_nested_in_a_process_group_of_the_program(start, ended):
+def test_back_end_is_nested_in_a_process_group_of_the_program(start):
     ranks = start("nested", world=3)
     for number, rank in enumerate(ranks):
         assert rank.hear() == (number, 3, 6.0, (number - 1) % 3)
-    ended(*ranks)
 
 
-def test_groups_are_split_in_any_order_and_nested(start, ended):
+def test_groups_are_split_in_any_order_and_nested(start):
     ranks = start("splits", world=4)
     for number, rank in enumerate(ranks):
         assert rank.hear() == [True, True, number < 3]
@@ -61,24 +59,21 @@ def test_groups_are_split_in_any_order_and_nested(start, ended):
         assert rank.hear() == (half.index(number), 30.0, "half", half)
         check(rank.hear())
         assert rank.hear() == 4.0
-    ended(*ranks)
 
 
-def test_worlds_are_merged(start, ended, tmp_path):
+def test_worlds_are_merged(start, tmp_path):
     ranks = start("merges", str(tmp_path / "store"), world=3)
     for rank in ranks:
         assert rank.hear() == (True, 3, 6.0, "all", "merged")
-    ended(*ranks)
 
 
-def test_destroyed_groups_are_freed(start, ended):
+def test_destroyed_groups_are_freed(start):
     ranks = start("forgets")
     for rank in ranks:
         assert rank.hear() == [True] * 6
-    ended(*ranks)
 
 
-def test_abort_is_seen_by_hooks_and_pending_works(start, ended):
+def test_abort_is_seen_by_hooks_and_pending_works(start):
     aborting, *waiting = ranks = start("aborts", world=3)
     for rank in ranks:
         assert rank.hear() == (True, [], "SUCCESS", "SUCCESS")
@@ -94,20 +89,18 @@ def test_abort_is_seen_by_hooks_and_pending_works(start, ended):
     assert errors == ["REMOTE_ERROR", "REMOTE_ERROR"]
     for rank in ranks:
         rank.say("end")
-    ended(*ranks)
 
 
-def test_timeout_calls_the_abort_hook(start, ended):
+def test_timeout_calls_the_abort_hook(start):
     ranks = start("times_out")
     assert ranks[0].hear() == "OperationTimeoutError"
     assert ranks[0].hear() == (["called"], "TIMEOUT")
     called, error = ranks[1].hear()
     # It has made no call that could fail.
     assert (called, error) == ([], "REMOTE_ERROR")
-    ended(*ranks)
 
 
-def test_hooks_of_torch_see_each_operation(start, ended):
+def test_hooks_of_torch_see_each_operation(start):
     ranks = start("observes", TORCH_FR_BUFFER_SIZE="100", TORCH_DIST_NAN_CHECK="1")
     for rank in ranks:
         check(rank.hear())
@@ -117,18 +110,15 @@ def test_hooks_of_torch_see_each_operation(start, ended):
         _, text = rank.hear()
         assert "NaN" in text
         assert rank.hear() == (True, True, True)
-    ended(*ranks)
 
 
-def test_recorder_of_torch_does_not_slow_down_the_idle_back_end_of_the_benchmark(start, ended):
+def test_recorder_of_torch_does_not_slow_down_the_idle_back_end_of_the_benchmark(start):
     ranks = start("idles")
     for number, rank in enumerate(ranks):
         assert rank.hear() == (True, True, number)
-    ended(*ranks)
 
 
-def test_completion_hook_learns_of_each_operation(start, ended):
+def test_completion_hook_learns_of_each_operation(start):
     ranks = start("completes")
     for rank in ranks:
         assert rank.hear() == [("ALLREDUCE", 1, True), ("_ALLGATHER_BASE", 2, True)]
-    ended(*ranks)

@@ -23,7 +23,7 @@ class Members:
 
     def __init__(self, start):
         self.start = start
-        self.processes = []
+        self.processes, self.killed = [], []
 
     def add(self, number, *arguments, uuid=None):
         """Start processes that open a process group without members; with a ``uuid`` they make it that of all of them."""
@@ -68,19 +68,30 @@ class Members:
         assert ranks == [(rank, len(among)) for rank in range(len(among))]
 
     def kill(self, number):
-        self.processes[number].kill()
-        self.processes[number].wait()
+        self.killed.append(self.processes[number])
+        self.killed[-1].kill()
+        self.killed[-1].wait()
 
-    def end(self, among):
-        for each in among:
-            self.processes[each].say(None)
-        for each in among:
-            assert self.processes[each].wait() == 0, self.processes[each].output()
+    def end(self):
+        """End those that have not been killed."""
+        left = [each for each in self.processes if each not in self.killed]
+        for each in left:
+            each.say(None)
+        for each in left:
+            assert each.wait() == 0, each.output()
 
 
 @pytest.fixture
-def members(nursery, transport):
-    return Members(lambda: nursery.start(PROGRAM, "serve", environment={"ASYNCDIST_TRANSPORT": transport}))
+def settings(transport):
+    """Variables of the members' environment."""
+    return {"ASYNCDIST_TRANSPORT": transport}
+
+
+@pytest.fixture
+def members(nursery, settings):
+    members = Members(lambda: nursery.start(PROGRAM, "serve", environment=settings))
+    yield members
+    members.end()
 
 
 def sum_of(size):
@@ -103,7 +114,6 @@ def test_killed_member_is_replaced_by_a_process_that_was_never_in_a_world_with_t
     assert members("mean", among=[2, 3, 0]) == [1.0] * 3
     assert members("around", among=[2, 3, 0]) == [(2, 0, 3), (0, 1, 3), (1, 2, 3)]
     assert members("error", among=[2, 3, 0]) == ["SUCCESS"] * 3
-    members.end([2, 3, 0])
 
 
 @reconfigures
@@ -119,7 +129,6 @@ def test_survivors_keep_their_connections(members):
     # Ranks of further groups are those of the reconfigured group.
     assert members("part", "pair", [0, 2], among=[3, 0, 1]) == [True, False, True]
     assert members("total", "pair", among=[3, 1]) == [3.0] * 2
-    members.end([0, 1, 3])
 
 
 @reconfigures
@@ -136,7 +145,6 @@ def test_death_of_a_member_that_the_others_wait_for_is_reported_at_once(members,
     # The group of the processes that are there.
     members.reconfigure(2, others)
     assert members("total", among=others) == [3.0] * 2
-    members.end(others)
 
 
 @reconfigures
@@ -161,7 +169,6 @@ def test_members_killed_at_any_time_leave_the_group_to_all_survivors_or_to_none(
         present.insert(chance.randrange(4), len(members.processes) - 1)
         members.reconfigure(10 * turn + 3, present)
         assert members("total", among=present) == [10.0] * 4
-    members.end(present)
 
 
 @reconfigures
@@ -176,13 +183,11 @@ def test_member_that_is_killed_among_connected_members_fails_all_of_them(members
     assert members("rank", among=[0, 1]) == [(0, 3), (1, 3)]
     members.reconfigure(3, [0, 1])
     assert members("total", among=[0, 1]) == [3.0] * 2
-    members.end([0, 1])
 
 
 @reconfigures
-def test_stopped_member_joins_again_when_it_continues(nursery, transport):
-    environment = {"ASYNCDIST_TRANSPORT": transport, "ASYNCDIST_HEARTBEAT": "0.5"}
-    members = Members(lambda: nursery.start(PROGRAM, "serve", environment=environment))
+def test_stopped_member_joins_again_when_it_continues(members, settings):
+    settings["ASYNCDIST_HEARTBEAT"] = "0.5"
     members.add(3, uuid=1)
     members.processes[1].stop()
     members.failures([0, 2], "PeerLostError", "no heartbeat", of=("total",))
@@ -190,7 +195,6 @@ def test_stopped_member_joins_again_when_it_continues(nursery, transport):
     members.processes[1].resume()
     members.reconfigure(3, [0, 1, 2])
     assert members("total", among=[0, 1, 2]) == [6.0] * 3
-    members.end([0, 1, 2])
 
 
 @reconfigures
@@ -205,7 +209,6 @@ def test_excluded_member_gets_an_error_and_goes_on_with_others(members):
     # All of them meet again.
     members.reconfigure(4, [3, 0, 2, 1])
     assert members("total", among=[0, 1, 2, 3]) == [10.0] * 4
-    members.end([0, 1, 2, 3])
 
 
 @reconfigures
@@ -219,7 +222,6 @@ def test_group_is_reconfigured_after_an_abort(members):
     members.reconfigure(2, [0, 1])
     assert members("total", among=[0, 1]) == [3.0] * 2
     assert members("timeout", among=[0, 1]) == [60.0] * 2
-    members.end([0, 1])
 
 
 @reconfigures
@@ -231,7 +233,6 @@ def test_set_of_handles_assigns_the_same_ranks_on_all_members(members):
     assert members("total", among=[0, 1, 2]) == [6.0] * 3
     handles = members("handle", among=[1, 0])
     assert members("reconfigure and await", 2, handles, among=[0, 1]) == [2.0] * 2
-    members.end([0, 1, 2])
 
 
 @reconfigures
@@ -242,7 +243,6 @@ def test_group_that_met_as_usual_is_reconfigured_with_a_newcomer(members, tmp_pa
     members.add(1, 0, 1, f"file://{tmp_path}/other")
     members.reconfigure(1, [2, 1, 0])
     assert members("total", among=[0, 1, 2]) == [6.0] * 3
-    members.end([0, 1, 2])
 
 
 @reconfigures
@@ -268,7 +268,6 @@ def test_mistakes_are_refused_and_change_nothing(members):
     members.reconfigure(2, [0, 1])
     members.failures([0], "UsageError", "exchange the handles again", of=("reconfigure", 3, alone))
     assert members("total", among=[0, 1]) == [3.0] * 2
-    members.end([0, 1])
 
 
 @reconfigures
@@ -279,7 +278,6 @@ def test_member_that_does_not_call_is_named_after_the_timeout(members):
     members.reconfigure(2, [0, 1])
     handles = members("handle", among=[0, 1])
     members.failures([1], "OperationTimeoutError", "rank", of=("reconfigure", 3, handles, 0.5))
-    members.end([0, 1])
 
 
 # -- torch.distributed.shrink_group ----------------------------------------------------------------------
@@ -307,7 +305,6 @@ def test_default_group_shrinks_to_the_survivors_on_their_connections(world):
     # A second time, and to one rank.
     assert world("shrink", [0, 1], among=[3]) == [("ProcessGroup", 0, 1, True)]
     assert world("total", among=[3]) == [1.0]
-    world.end([0, 2, 3])
 
 
 @pytest.mark.exhaustive
@@ -316,7 +313,6 @@ def test_living_rank_is_excluded_and_pending_operations_are_aborted(world):
     assert world("shrink", [2, 3], 1, among=[0, 1]) == [("ProcessGroup", rank, 2, True) for rank in range(2)]
     world.failures([0, 1, 2], "GroupAbortedError", "SHRINK_ABORT", of=("wait",))
     assert world("total", among=[0, 1]) == [3.0] * 2
-    world.end([0, 1, 2, 3])
 
 
 @pytest.mark.exhaustive
@@ -325,7 +321,6 @@ def test_subgroup_shrinks_and_the_default_group_stays(world):
     assert world("shrink", [1], 0, "most", among=[0, 3]) == [("ProcessGroup", rank, 2, False) for rank in range(2)]
     assert world("total", "most", among=[0, 3]) == [3.0] * 2
     assert world("total", among=[0, 1, 2, 3]) == [10.0] * 4
-    world.end([0, 1, 2, 3])
 
 
 @pytest.mark.exhaustive
@@ -334,4 +329,3 @@ def test_lost_rank_that_is_not_excluded_is_named_on_all_others(world):
     world.failures([0, 2], "RendezvousError", "rank 2 (3) was lost", of=("shrink", [1]))
     assert world("shrink", [1, 3], among=[0, 2]) == [("ProcessGroup", rank, 2, True) for rank in range(2)]
     assert world("total", among=[0, 2]) == [3.0] * 2
-    world.end([0, 1, 2])

@@ -9,19 +9,17 @@ PLACES = {"one host": {}, "two hosts": {"ASYNCDIST_TRANSPORT": "tcp"}}
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_put_into_the_next_one_and_signal(start_world, ended, place, world):
+def test_ranks_put_into_the_next_one_and_signal(start_world, place, world):
     ranks = start_world(PROGRAM, "pass_around", world, **PLACES[place])
     for rank in ranks:
         outcomes = rank.hear()
         assert len(outcomes) == 36
         assert all(outcomes)
-    ended(*ranks)
 
 
-def test_works_of_a_window_are_awaited(start_world, ended):
+def test_works_of_a_window_are_awaited(start_world):
     ranks = start_world(PROGRAM, "await_works", 2)
     assert [rank.hear() for rank in ranks] == [16.0, 8.0]
-    ended(*ranks)
 
 
 def test_wrong_calls_raise_runtime_errors_that_say_what_to_do(start_world):

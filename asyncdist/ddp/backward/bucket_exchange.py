@@ -16,10 +16,9 @@ from asyncdist.base.cores import has_free_cores
 from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.ddp.backward.bucket_set import Bucket, BucketSet
 from asyncdist.ddp.backward.gradient_record import GradientRecord
-from asyncdist.ddp.backward.step_times import BucketTimes
-from asyncdist.ddp.hooks.bucket import GradientBucket
-from asyncdist.ddp.hooks.running import HookCaller, HookResult
+from asyncdist.ddp.hooks.running import GradientBucket, HookCaller, HookResult
 from asyncdist.ddp.model_sync import Verification
+from asyncdist.ddp.timeline import BucketTimes
 from asyncdist.ddp.uneven_inputs import Joining
 from asyncdist.groups import Group
 from asyncdist.kernel import Work

@@ -179,7 +179,7 @@ class BucketSet:
     def assign(self, order: Sequence[int] | None = None) -> None:
         """Assign the parameters to new buckets, in the order in which gradients are expected; None keeps the order."""
         self._order = self._order if order is None else order
-        self._kinds = self._kinds_now()
+        self._kinds = list(map(_kind_of, self._parameters))
         self.allows_unused = self._options.allows_unused
         self.is_special = self._options.static_graph or bool(self.skipped)
         sent = [index for index in self._order if index not in self.skipped]
@@ -206,13 +206,10 @@ class BucketSet:
         layout = buckets.assign(nbytes, kinds, range(len(order)), limits)
         return [[order[position] for position in members] for members in layout]
 
-    def _kinds_now(self) -> list[tuple[torch.dtype, torch.device]]:
-        return list(map(_kind_of, self._parameters))
-
     def follow_casts(self) -> None:
         """Assign buckets again if parameters have been cast or moved: gradients must not be converted in between."""
         # Gradients that stay where they are need no bucket.
-        if not self.is_alone and self._kinds != self._kinds_now():
+        if not self.is_alone and self._kinds != list(map(_kind_of, self._parameters)):
             self.assign()
 
     def flat(self, bucket: Bucket) -> torch.Tensor:
@@ -290,18 +287,12 @@ class BucketSet:
                 parameter = self._parameters[member]
                 if used is not None and member not in used:
                     continue
-                if parameter.grad is None:
+                as_view, gradient = self._options.gradient_as_bucket_view, parameter.grad
+                if gradient is None:
                     if used is not None:
-                        parameter.grad = view if self._options.gradient_as_bucket_view else view.clone()
-                elif not self._options.gradient_as_bucket_view or (used is not None and parameter.grad is not view):
-                    self._copy_back(parameter, view)
-
-    def _copy_back(self, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        if parameter.grad.shape != view.shape:
-            # A fault, which all ranks raise afterwards.
-            return
-        if self._options.gradient_as_bucket_view:
-            parameter.grad = view
-        else:
-            parameter.grad.detach().copy_(view)
+                        parameter.grad = view if as_view else view.clone()
+                # Another shape is a fault, which all ranks raise afterwards.
+                elif gradient.shape == view.shape and not as_view:
+                    gradient.detach().copy_(view)
+                elif gradient.shape == view.shape and used is not None:
+                    parameter.grad = view

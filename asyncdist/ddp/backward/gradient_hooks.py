@@ -1,9 +1,10 @@
-"""The hooks by which autograd tells a reducer of gradients. Used by `reducer`."""
+"""The hooks by which autograd tells a reducer of gradients, and optimizers that step in backward. Used by `reducer`."""
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -107,3 +108,27 @@ class Arrivals:
         numbers = list(map(self._numbers.__getitem__, map(id, self._recorded)))
         self._recorded.clear()
         return numbers
+
+
+_MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
+
+
+def take_over(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Remove the hooks with which optimizers step before the gradients of ``parameters`` are averaged."""
+    module = sys.modules.get(_MODULE)
+    handles = getattr(module, "param_to_optim_hook_handle_map", None)
+    if handles:
+        for parameter in parameters:
+            for handle in handles.get(parameter, ()):
+                handle.remove()
+
+
+def step_in_backward(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Step the optimizers that are attached to ``parameters``, and clear the gradients that they have used."""
+    if _MODULE in sys.modules:
+        for parameter in parameters:
+            optimizers: Iterable[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", ())
+            for optimizer in optimizers:
+                optimizer.step()
+            if optimizers:
+                parameter.grad = None

@@ -5,67 +5,48 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Coroutine
+from typing import Any, Self, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from asyncdist.base.callables import Closure
-from asyncdist.ddp.low_communication.outer_training import OuterTraining, awaiting, blocking, outer_sgd
+from asyncdist.ddp.low_communication.outer_training import OuterTraining, outer_sgd
+
+T = TypeVar("T")
 
 
-class _Awaited(OuterTraining):
-    """The calls of a program with an event loop."""
-
-    async def __aenter__(self) -> Self:
-        await awaiting(self._enter())
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        await awaiting(self._leave(completed=kind is None))
-
-    async def step(self, closure: Closure | None = None) -> float | None:
-        """Take a step of the inner optimizer, and the outer steps that are due. Every member calls it equally often.
-
-        Args:
-            closure: A function that computes the loss again, for the inner optimizer.
-
-        Returns:
-            The result of the inner optimizer's ``step``.
-
-        Raises:
-            GroupError: An outer step has failed and could not be repeated.
-        """
-        return await awaiting(self._step(closure))
-
-    async def synchronize(self) -> None:
-        """Exchange all fragments now, so that all members hold the same model. Every member calls it at the same step.
-
-        Call it before a checkpoint and at the end of the training.
-        """
-        await awaiting(self._synchronize())
+def _ran(call: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a call that waits in this thread, and so never suspends."""
+    try:
+        call.send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    raise AssertionError("the call of a blocking program has suspended")
 
 
 class _Blocking(OuterTraining):
     """The calls of a program without an event loop."""
 
+    _blocks = True
+
     def __enter__(self) -> Self:
-        blocking(self._enter())
-        return self
+        return _ran(self.__aenter__())
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        blocking(self._leave(completed=kind is None))
+    def __exit__(self, *error: Any) -> None:
+        _ran(self.__aexit__(*error))
 
-    def step(self, closure: Closure | None = None) -> float | None:
+    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
         """Do the same as `DiLoCo.step`. Raises LoopThreadError too, if the calling thread runs an event loop."""
-        return blocking(self._step(closure))
+        return _ran(super().step(closure))
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # type: ignore[override]
         """Do the same as `DiLoCo.synchronize`."""
-        blocking(self._synchronize())
+        _ran(super().synchronize())
 
 
-class DiLoCo(_Awaited):
+class DiLoCo(OuterTraining):
     """Train each member on its own, and every few hundred steps take an outer step with what all have changed.
 
     Each member takes ``every`` steps of its inner optimizer on its own data. The difference between the outer parameters
@@ -125,7 +106,7 @@ class DiLoCo(_Awaited):
     """
 
 
-class LocalSGD(_Awaited):
+class LocalSGD(OuterTraining):
     """Train each member on its own, and average the parameters of all members every few steps.
 
     It is `DiLoCo` whose outer step takes the average as it is. The other arguments, attributes and errors are the same.
@@ -150,7 +131,7 @@ class LocalSGD(_Awaited):
         super().__init__(model, optimizer, outer_sgd(model, lr=1.0), every=every, **options)
 
 
-class BlockingDiLoCo(_Blocking):
+class BlockingDiLoCo(_Blocking, DiLoCo):
     """`DiLoCo` for programs without an event loop: ``with``, and calls that block.
 
     `asyncdist.sync` exports it as DiLoCo. Exchanges with ``delay`` proceed in the thread of the background loop while this
@@ -167,7 +148,7 @@ class BlockingDiLoCo(_Blocking):
     """
 
 
-class BlockingLocalSGD(_Blocking):
+class BlockingLocalSGD(_Blocking, LocalSGD):
     """`LocalSGD` for programs without an event loop: ``with``, and calls that block.
 
     `asyncdist.sync` exports it as LocalSGD. The arguments, attributes and errors are those of `asyncdist.LocalSGD`.
@@ -179,6 +160,3 @@ class BlockingLocalSGD(_Blocking):
         ...         local.step()
         ...         optimizer.zero_grad()
     """
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, every: int, **options: Any) -> None:
-        super().__init__(model, optimizer, outer_sgd(model, lr=1.0), every=every, **options)

@@ -1,8 +1,8 @@
 """The outer steps of low-communication training: when they happen, who takes part, and what follows a loss.
 
-Steps are generators that yield each `Procedure` for which they wait, so that awaited and blocking programs share them. The
-exchange of a fragment is a coroutine of its own. It runs in the event loop of the caller, or in the background loop if the
-caller has none, while the caller computes inner steps:
+Awaited and blocking programs share the coroutines here, which wait for each `Procedure` in the thread of a blocking program
+and never suspend there. The exchange of a fragment is a task of its own. It runs in the event loop of the caller, or in the
+background loop if the caller has none, while the caller computes inner steps:
 
     inner step t            launch: pseudo-gradient = outer values - parameters
     t + 1 ... t + delay     average the pseudo-gradients; agree that all members have the average, or regroup and repeat
@@ -18,7 +18,7 @@ import concurrent.futures
 import hashlib
 import json
 import logging
-from collections.abc import Awaitable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Self, TypeAlias, TypeVar
@@ -42,41 +42,8 @@ log = logging.getLogger("asyncdist")
 
 T = TypeVar("T")
 _Future: TypeAlias = asyncio.Future[T] | concurrent.futures.Future[T]
-Steps = Generator[Procedure[Any], Any, T]
-"""A call that yields each procedure for which it waits, is sent the result, and returns a value."""
-
 _uses: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
 """How often a group was used for outer training: each time needs channels of its own."""
-
-
-async def awaiting(steps: Steps[T]) -> T:
-    """Run a call for a coroutine."""
-    try:
-        procedure = next(steps)
-        while True:
-            try:
-                value = await procedure
-            except BaseException as error:
-                procedure = steps.throw(error)
-            else:
-                procedure = steps.send(value)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
-
-
-def blocking(steps: Steps[T]) -> T:
-    """Run a call for a thread."""
-    try:
-        procedure = next(steps)
-        while True:
-            try:
-                value = procedure.wait()
-            except BaseException as error:
-                procedure = steps.throw(error)
-            else:
-                procedure = steps.send(value)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -119,7 +86,10 @@ class _Exchange:
 
 
 class OuterTraining:
-    """The part of `DiLoCo` and `LocalSGD` that does not depend on how the program waits; their docstrings describe it."""
+    """The part that `DiLoCo` and `LocalSGD` have in common; their docstrings describe it."""
+
+    _blocks = False
+    """Whether the program has no event loop: then the coroutines here block its thread."""
 
     def __init__(
         self,
@@ -202,26 +172,38 @@ class OuterTraining:
         self._given_group = group
         return self
 
-    def _enter(self) -> Steps[None]:
+    async def _wait_for(self, call: Procedure[T]) -> T:
+        return call.wait() if self._blocks else await call
+
+    async def _gathered(self, group: Group, own: Any) -> list[Any]:
+        """Return the objects of all members. It refuses to block a loop that drives the group."""
+        found: list[Any] = [None] * group.size()
+        if self._blocks:
+            group.endpoint.progress.refuse_loop_thread("this call")
+            group.all_gather_object(found, own, background=False).wait()
+        else:
+            await group.all_gather_object(found, own)
+        return found
+
+    async def __aenter__(self) -> Self:
         group = self._group = resolve_group(self._given_group)
         if self._exchange_group is not None:
             raise UsageError(f"{type(self).__name__} is entered already: leave it first")
         self._watch.check_again()
-        yield from self._compare(group)
+        await self._compare(group)
         self._state.step = self.outer_steps
-        yield group.adopt(self._state)
+        await self._wait_for(group.adopt(self._state))
         if group.error is not None and not _is_elastic(group):
             raise group.error
         if group.error is None:
             # Members that have the same outer steps may have been interrupted at different inner steps.
-            numbers: list[Any] = [None] * group.size()
-            yield Procedure(lambda: _result(group.all_gather_object(numbers, self.inner_steps)))
-            self.inner_steps = max(numbers)
+            self.inner_steps = max(await self._gathered(group, self.inner_steps))
         use = _uses[group] = _uses.get(group, 0) + 1
         self._exchange_group = self._watched(group._sibling(f"outer steps {use}"))
         self._exchanges, self._turn = [], asyncio.Lock()
+        return self
 
-    def _compare(self, group: Group) -> Steps[None]:
+    async def _compare(self, group: Group) -> None:
         """Raise MismatchError on all ranks unless they hold models and arguments of the same kind."""
         layout = [
             [name, list(parameter.shape), str(parameter.dtype)]
@@ -236,9 +218,7 @@ class OuterTraining:
             "fragments": [len(fragment.names) for fragment in self.fragments],
             "parameters": hashlib.sha256(json.dumps(layout).encode()).hexdigest()[:16],
         }
-        found: list[Any] = [None] * group.size()
-        # The first call of all: it refuses to block a loop that drives the group.
-        yield Procedure(lambda: _result(group.all_gather_object(found, own)), group.endpoint.progress)
+        found = await self._gathered(group, own)
         for rank, other in enumerate(found):
             for name, value in found[0].items():
                 if other[name] != value:
@@ -249,28 +229,39 @@ class OuterTraining:
                     )
                     raise MismatchError(peer, reason, group=group.name, rank=group.ranks[group.rank()])
 
-    def _leave(self, completed: bool) -> Steps[None]:
-        """Take the outer steps that are in progress if the block is ``completed``; else drop them."""
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Take the outer steps that are in progress if the block is completed; else drop them."""
         try:
-            if completed:
-                yield from self._settle()
+            if kind is None:
+                await self._settle()
         finally:
             group, self._exchange_group = self._exchange_group, None
             pending = self._drop_exchanges()
             if group is not None:
-                if pending or not completed:
+                if pending or kind is not None:
                     # The other members then go on without this one.
                     group.revoke(f"{type(self).__name__} ended with an error")
                 group.close()
-            yield Procedure(lambda: _ended(pending))
+            await self._wait_for(Procedure(lambda: _ended(pending)))
             log.info("%s: %s", type(self).__name__, self.savings)
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def _step(self, closure: Closure | None) -> Steps[float | None]:
+    async def step(self, closure: Closure | None = None) -> float | None:
+        """Take a step of the inner optimizer, and the outer steps that are due. Every member calls it equally often.
+
+        Args:
+            closure: A function that computes the loss again, for the inner optimizer.
+
+        Returns:
+            The result of the inner optimizer's ``step``.
+
+        Raises:
+            GroupError: An outer step has failed and could not be repeated.
+        """
         group = self.group
         # A call that was cancelled has left its outer steps to this one.
-        yield from self._complete_due()
+        await self._complete_due()
         self._watch.check(self.model)
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
         self.inner_steps += 1
@@ -282,28 +273,32 @@ class OuterTraining:
             offset = (place + 1) * self.every // len(self.fragments)
             if (self.inner_steps - offset) % self.every == 0:
                 self._launch(fragment, self.inner_steps + self.delay)
-        yield from self._complete_due()
+        await self._complete_due()
         return loss
 
-    def _complete_due(self) -> Steps[None]:
+    async def _complete_due(self) -> None:
         while self._exchanges and self._exchanges[0].due <= self.inner_steps:
-            yield from self._complete()
+            await self._complete()
 
-    def _synchronize(self) -> Steps[None]:
+    async def synchronize(self) -> None:
+        """Exchange all fragments now, so that all members hold the same model. Every member calls it at the same step.
+
+        Call it before a checkpoint and at the end of the training.
+        """
         self._watch.check_again()
-        yield from self._settle()
+        await self._settle()
         for fragment in self.fragments:
             if fragment.exchanged_at != self.inner_steps:
                 self._launch(fragment, self.inner_steps)
-        yield from self._settle()
+        await self._settle()
         for fragment in self.fragments:
             fragment.use_outer_values()
 
-    def _settle(self) -> Steps[None]:
+    async def _settle(self) -> None:
         """Complete all outer steps in progress, which all members do at the same inner step."""
         self.group  # noqa: B018 - raises if this is not entered
         while self._exchanges:
-            yield from self._complete()
+            await self._complete()
 
     def _launch(self, fragment: Fragment, due: int) -> None:
         self._watch.check_again()
@@ -311,11 +306,12 @@ class OuterTraining:
         outcome = _start(self._exchange(fragment, fragment.pseudo_gradient()))
         self._exchanges.append(_Exchange(fragment, due, outcome))
 
-    def _complete(self) -> Steps[None]:
+    async def _complete(self) -> None:
         """Wait for the oldest exchange and take its outer step."""
         exchange, began = self._exchanges[0], monotonic()
         try:
-            average, changed = yield Procedure(lambda: _outcome_of(exchange.outcome), self.group.endpoint.progress)
+            outcome = Procedure(lambda: _outcome_of(exchange.outcome), self.group.endpoint.progress)
+            average, changed = await self._wait_for(outcome)
         except (ExcludedError, NoQuorumError) as error:
             self._exchanges.remove(exchange)
             assert self._group is not None
@@ -339,7 +335,7 @@ class OuterTraining:
         log.debug("%s: outer step %d at inner step %d", type(self).__name__, self.outer_steps, self.inner_steps)
         if changed and self._group is not None:
             # All members are at the same inner step, so all of them complete the same exchanges before they go on.
-            yield from self._settle()
+            await self._settle()
             self._group.changed = True
 
     def _drop_exchanges(self) -> list[_Future[Any]]:
@@ -477,7 +473,3 @@ async def _outcome_of(future: _Future[T]) -> T:
 async def _ended(futures: Sequence[_Future[Any]]) -> None:
     """Wait until cancelled futures have ended, however they end."""
     await asyncio.gather(*map(_outcome_of, futures), return_exceptions=True)
-
-
-async def _result(awaitable: Awaitable[T]) -> T:
-    return await awaitable

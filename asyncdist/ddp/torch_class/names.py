@@ -1,4 +1,4 @@
-"""Further names of torch's class, most of them private. `module` derives its class from `TorchNames`."""
+"""Further names and hooks of torch's class, most of them private. `module` derives its class from `TorchNames`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,68 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from asyncdist.base.callables import AnyFunction
 from asyncdist.ddp import model_sync
-from asyncdist.ddp.torch_class import hooks
+from asyncdist.ddp.hooks import awaited
+from asyncdist.ddp.hooks.running import AwaitedHook, GradientBucket
 from asyncdist.ddp.torch_class.arguments import WITH_TORCH, default_limits, group_of, moved
 from asyncdist.ddp.uneven_inputs import Joining, StepKind
 from asyncdist.errors import UsageError
+from asyncdist.groups import Group
+from asyncdist.kernel import torch_private
+
+
+class BufferHook:
+    """What a forward calls instead of broadcasting buffers; `location` is "PRE_FORWARD" or "POST_FORWARD"."""
+
+    def __init__(self, state: object, hook: AnyFunction, location: Any) -> None:
+        self.location = getattr(location, "name", location)
+        if not callable(hook):
+            raise UsageError(f"a buffer hook is a function of (state, buffers by name), not {hook!r}")
+        if self.location not in ("PRE_FORWARD", "POST_FORWARD"):
+            raise UsageError(f"comm_hook_location is 'PRE_FORWARD' or 'POST_FORWARD', not {location!r}")
+        self._state, self._hook = state, hook
+
+    def call(self, buffers: dict[str, torch.Tensor]) -> list[Any]:
+        """Call the hook, and return the futures for which the end of backward waits."""
+        # The backward of an earlier forward must not raise because the hook has changed a buffer.
+        unchanged = torch_private.preserve_versions(tuple(buffers.values()))
+        with torch.no_grad(), unchanged:
+            return list(self._hook(self._state, buffers) or ())
+
+
+def builtin_hook(kind: Any) -> AwaitedHook:
+    """Return the hook for torch's ``BuiltinCommHookType``."""
+    hooks: dict[str, AwaitedHook] = {"ALLREDUCE": awaited.average, "FP16_COMPRESS": awaited.fp16}
+    found = hooks.get(getattr(kind, "name", str(kind)))
+    if found is None:
+        raise UsageError(f"{kind!r} is not a built-in communication hook: pass ALLREDUCE or FP16_COMPRESS")
+    return found
+
+
+def fused_step(kind: type, wanted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AwaitedHook:
+    """Return a hook that averages a bucket and then steps a functional optimizer for each of its parameters.
+
+    Raises:
+        UsageError: torch has no functional form of the optimizer.
+    """
+    from torch.distributed.optim import as_functional_optim
+
+    try:
+        optimizer: Any = as_functional_optim(kind, *args, **kwargs)
+    except ValueError as error:
+        raise UsageError(
+            f"{kind.__name__} cannot step in backward: {error}; call its step() after backward()"
+        ) from error
+    chosen = None if wanted is None else set(wanted)
+
+    async def average_and_step(bucket: GradientBucket, group: Group) -> torch.Tensor:
+        averages = await awaited.average(bucket, group)
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if chosen is None or parameter in chosen:
+                optimizer.step_param(parameter, gradient)
+        return averages
+
+    return average_and_step
+
 
 _CHECKPOINT_PROBE = "_fqn_modifiers"
 """The attribute for which torch's distributed checkpoints ask each module before they name its state."""
@@ -92,7 +150,7 @@ class TorchNames(nn.Module):
     As in torch, type checkers know no attributes of the user's class.
     """
 
-    buffer_hook: hooks.BufferHook | None = None
+    buffer_hook: BufferHook | None = None
     _torch_joining: Joining | None = None
     find_unused_parameters = _option("find_unused_parameters")
     gradient_as_bucket_view = _option("gradient_as_bucket_view")
@@ -212,15 +270,15 @@ class TorchNames(nn.Module):
                 end of backward waits.
             comm_hook_location: "PRE_FORWARD" or "POST_FORWARD", or torch's constants of these names.
         """
-        self.buffer_hook = hooks.BufferHook(state, hook, comm_hook_location)
+        self.buffer_hook = BufferHook(state, hook, comm_hook_location)
 
     def _register_builtin_comm_hook(self: Any, comm_hook_type: Any) -> None:
         """Register torch's ``BuiltinCommHookType``: ALLREDUCE or FP16_COMPRESS."""
-        self.register_async_comm_hook(hooks.builtin_hook(comm_hook_type))
+        self.register_async_comm_hook(builtin_hook(comm_hook_type))
 
     def _register_fused_optim(self: Any, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """Step an optimizer for each bucket when its gradients have been averaged; see torch's method."""
-        self.register_async_comm_hook(hooks.fused_step(optim, optim_params, args, kwargs))
+        self.register_async_comm_hook(fused_step(optim, optim_params, args, kwargs))
 
     def _set_static_graph(self: Any) -> None:
         """Set ``static_graph`` after the construction; the argument is the better way."""

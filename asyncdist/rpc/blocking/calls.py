@@ -45,7 +45,7 @@ def rpc_sync(
     Raises:
         CallError: See `asyncdist.rpc.RemoteObject`.
     """
-    return run(to, "run", [func, list(args or ()), dict(kwargs or {})], timeout)
+    return run(to, [func, list(args or ()), dict(kwargs or {})], timeout)
 
 
 def rpc_async(
@@ -56,7 +56,7 @@ def rpc_async(
     timeout: float = UNSET_TIMEOUT,
 ) -> torch.futures.Future[Any]:
     """Run a function on a worker, and return a future of its result. The arguments are those of `rpc_sync`."""
-    return start(to, "run", [func, list(args or ()), dict(kwargs or {})], timeout)
+    return start(to, [func, list(args or ()), dict(kwargs or {})], timeout)
 
 
 def remote(
@@ -67,27 +67,27 @@ def remote(
     timeout: float = UNSET_TIMEOUT,
 ) -> RRef[Any]:
     """Run a function, or make an object, on a worker, and return a reference to the result, which stays there."""
-    return refer(to, "create", [func, list(args or ()), dict(kwargs or {})], timeout)
+    return refer(to, [func, list(args or ()), dict(kwargs or {})], timeout)
 
 
 # -- calls of the methods of a worker's `FunctionRunner` ----------------------------------------------
 
 
-def run(to: str | int | WorkerInfo, method: str, args: list[Any], timeout: float) -> Any:
-    """Make a call, and return its result."""
+def run(to: str | int | WorkerInfo, args: list[Any], timeout: float, method: str = "run") -> Any:
+    """Run a function, and return its result."""
     return background_loop().run(_result_of(to, method, args, timeout))
 
 
-def start(to: str | int | WorkerInfo, method: str, args: list[Any], timeout: float) -> torch.futures.Future[Any]:
-    """Start a call, and return a future of its result."""
+def start(to: str | int | WorkerInfo, args: list[Any], timeout: float) -> torch.futures.Future[Any]:
+    """Start a function, and return a future of its result."""
     current_agent().info(to)
-    return started(_result_of(to, method, args, timeout))
+    return started(_result_of(to, "run", args, timeout))
 
 
-def refer(to: str | int | WorkerInfo, method: str, args: list[Any], timeout: float) -> RRef[Any]:
-    """Start a call that returns a reference, and return an `RRef` for that."""
+def refer(to: str | int | WorkerInfo, args: list[Any], timeout: float) -> RRef[Any]:
+    """Start a function, and return an `RRef` for its result."""
     info = current_agent().info(to)
-    return RRef.standing_for(info, background_loop().submit(call(info, method, args, timeout)))
+    return RRef.standing_for(info, background_loop().submit(call(info, "create", args, timeout)))
 
 
 async def _result_of(to: str | int | WorkerInfo, method: str, args: list[Any], timeout: float) -> Any:
@@ -110,8 +110,7 @@ async def call(to: str | int | WorkerInfo, method: str, args: list[Any], timeout
 
 def _shown(args: Sequence[Any]) -> str:
     """Return the name of the function that a call of a `FunctionRunner` runs."""
-    # The methods of a referred object have its reference first.
-    function = args[1] if len(args) == 4 and isinstance(args[1], str) else args[0] if len(args) > 1 else "to_here"
+    function = "to_here" if isinstance(args[0], RemoteReference) else args[0]
     return function if isinstance(function, str) else getattr(function, "__qualname__", type(function).__qualname__)
 
 
@@ -257,20 +256,20 @@ class RRef(Referring, Generic[T]):
         """Copy the object to this process; block until it exists and has arrived."""
         if self.is_owner():
             return self.local_value()
-        value: T = run(self._info, "get", [self], timeout)
+        value: T = run(self._info, [self], timeout, "get")
         return value
 
     def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> Any:
         """Return a proxy whose methods run on the object and block: ``rref.rpc_sync().size()``."""
-        return RRefProxy(self, run, "run_method", timeout)
+        return RRefProxy(self, run, timeout)
 
     def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> Any:
         """Return a proxy whose methods run on the object and return futures."""
-        return RRefProxy(self, start, "run_method", timeout)
+        return RRefProxy(self, start, timeout)
 
     def remote(self, timeout: float = UNSET_TIMEOUT) -> Any:
         """Return a proxy whose methods run on the object and return references to their results."""
-        return RRefProxy(self, refer, "create_by_method", timeout)
+        return RRefProxy(self, refer, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Raise UnsupportedError: there is no distributed autograd."""
@@ -285,11 +284,11 @@ class RRef(Referring, Generic[T]):
 class RRefProxy:
     """Calls the methods of a referred object by `run`, `start` or `refer`."""
 
-    def __init__(self, rref: RRef[Any], how: AnyFunction, runner_method: str, timeout: float) -> None:
-        self._rref, self._how, self._runner_method, self._timeout = rref, how, runner_method, timeout
+    def __init__(self, rref: RRef[Any], how: AnyFunction, timeout: float) -> None:
+        self._rref, self._how, self._timeout = rref, how, timeout
 
     def __getattr__(self, name: str) -> AnyFunction:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._how(self._rref._info, self._runner_method, [self._rref, name, [*args], kwargs], self._timeout)
+            return self._how(self._rref._info, [name, [*args], kwargs, self._rref], self._timeout)
 
         return call

@@ -16,7 +16,7 @@ from asyncdist.base.callables import AnyFunction
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.kernel import torch_private
 from asyncdist.rpc.blocking.calls import Held, arrived, counted, ready, value_of
-from asyncdist.rpc.failures import RaisedByFunction
+from asyncdist.rpc.errors import RaisedByFunction
 from asyncdist.rpc.references import RemoteReference
 from asyncdist.rpc.session import current_session
 from asyncdist.rpc.training import ServedModule
@@ -35,33 +35,28 @@ class FunctionRunner:
     def __init__(self, threads: int) -> None:
         self.threads = DaemonThreadPool("asyncdist-rpc-worker", threads, idle_timeout=5.0)
 
-    async def run(self, function: AnyFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a function in a thread, and return its result."""
-        return await ready(await self._call(function, args, kwargs))
+    async def run(
+        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], of: RemoteReference | None = None
+    ) -> Any:
+        """Run a function, or the method of this name ``of`` a referred object, in a thread, and return its result."""
+        return await ready(await self._call(function, args, kwargs, of))
 
-    async def _call(self, function: AnyFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    async def create(
+        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], of: RemoteReference | None = None
+    ) -> RemoteReference:
+        """Do the same as `run`, and return a reference to the result."""
+        return current_session().refer(Held(await self._call(function, args, kwargs, of)))
+
+    async def _call(
+        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], of: RemoteReference | None = None
+    ) -> Any:
+        function = function if of is None else getattr(value_of(of), function)
         return await counted(self._run(function, arrived(list(args)), arrived(dict(kwargs))))
 
     async def _run(self, function: AnyFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         loop = asyncio.get_running_loop()
         result = await loop.run_in_executor(self.threads, _run, lambda: function(*args, **kwargs))
         return await _result_of(result) if hasattr(function, ASYNC_EXECUTION) else result
-
-    async def create(self, function: AnyFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteReference:
-        """Run a function in a thread, and return a reference to its result."""
-        return current_session().refer(Held(await self._call(function, args, kwargs)))
-
-    async def run_method(
-        self, reference: RemoteReference, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run a method of a referred object in a thread, and return its result."""
-        return await self.run(getattr(value_of(reference), method), args, kwargs)
-
-    async def create_by_method(
-        self, reference: RemoteReference, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> RemoteReference:
-        """Run a method of a referred object in a thread, and return a reference to its result."""
-        return await self.create(getattr(value_of(reference), method), args, kwargs)
 
     async def serve_module(
         self, module: AnyFunction, args: Sequence[Any], kwargs: Mapping[str, Any], device: str

@@ -21,7 +21,7 @@ from asyncdist.store import TCPStore
 from asyncdist.store.client.connect import accepts_c10d_clients
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.operations import Op, command
-from asyncdist.torch_backend.rendezvous.lease_keep_alive import leased_store
+from asyncdist.torch_backend.rendezvous.url_handler import leased_store
 from asyncdist.torch_backend.torch_store import Store
 
 log = logging.getLogger("asyncdist")

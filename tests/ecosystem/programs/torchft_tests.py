@@ -16,7 +16,7 @@ from regression import report
 from torchft import process_group
 
 import asyncdist.torch_backend
-from asyncdist.torch_backend.no_group_yet import NoGroupYet
+from asyncdist.torch_backend.torch_group import NoGroupYet
 
 BACKEND = "asyncdist"
 FILES = (
