@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from asyncdist.base.background_loop import background_loop, new_loop
 from asyncdist.config import Config
 from asyncdist.store import AsyncStore, FileStore, StoreServer, TCPStore
 from asyncdist.store.server.listener import unix_socket
 from asyncdist.testing.cluster import world_of
+from tests.support.ranks import sums
 
 FILES = Path(__file__).parent / "tls"
 LONG = 60.0
@@ -114,17 +114,11 @@ def test_child_keeps_no_socket_between_ranks(run, transport, more):
         before = opened()
         config = Config(token="a token", **more)
         async with world_of(3, transport=transport, config=config) as groups:
-
-            async def summed():
-                tensors = [torch.ones(1) for _ in groups]
-                await asyncio.gather(*(g.all_reduce(t) for g, t in zip(groups, tensors, strict=True)))
-                return [tensor.item() for tensor in tensors]
-
-            assert await summed() == [3.0] * 3
+            assert await sums(groups) == [3.0] * 3
             there, here = kept_by_a_child(before)
             assert len([each for each in here if each.startswith("socket:")]) >= 6
             assert not [each for each in there if each.startswith("socket:")]
-            assert await summed() == [3.0] * 3
+            assert await sums(groups) == [3.0] * 3
 
     run(program())
 

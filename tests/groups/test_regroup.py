@@ -24,15 +24,9 @@ from asyncdist.kernel.transport.base import Outgoing
 from asyncdist.kernel.transport.wire_format import DATA, pack_key
 from asyncdist.testing.cluster import run_ranks, world_of
 from tests.support.faults import cancelled_at
+from tests.support.ranks import sums
 
 transports = pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
-
-
-async def sums(groups):
-    """All-reduce the ids of the members, and return the results."""
-    tensors = [torch.tensor([group.endpoint.rank]) for group in groups]
-    await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
-    return [tensor.item() for tensor in tensors]
 
 
 async def regrouped(groups, **options):
