@@ -1,13 +1,52 @@
-"""The nursery, which forks ranks from a process that has imported their modules."""
+"""The doubles of the tests: ranks in threads, the proxy, and the nursery, which forks ranks with imported modules."""
 
 from __future__ import annotations
 
+import socket
+import struct
 from multiprocessing.connection import Connection, Pipe
 
 import pytest
 
+from asyncdist.testing.cluster import run_ranks
 from benchmarks import processes
 from benchmarks.processes import PATIENCE, Nursery, Origin
+from tests.support.faults import Proxy
+
+
+def test_error_of_the_lowest_rank_names_those_of_the_others():
+    def program(group):
+        raise ValueError(f"mistake {group.rank()}")
+
+    with pytest.raises(ValueError, match="mistake 0") as caught:
+        run_ranks(3, program)
+    assert sorted(caught.value.__notes__) == [
+        "rank 1 raised ValueError: mistake 1",
+        "rank 2 raised ValueError: mistake 2",
+    ]
+
+
+def test_reset_connection_does_not_spoil_the_next_one():
+    """The proxy's sockets of the second connection get the file descriptors of the first one's."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        Proxy(*server.getsockname()) as proxy,
+        socket.socket() as client,
+        socket.socket() as next_client,
+    ):
+        client.connect(proxy.address)
+        # The server does not close its side, so the proxy's second direction waits for its bytes.
+        served, _ = server.accept()
+        with served:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+            proxy.until(lambda: not proxy.num_connections)
+            next_client.settimeout(20)
+            next_client.connect(proxy.address)
+            answering, _ = server.accept()
+            with answering:
+                answering.sendall(b"answer")
+                assert next_client.recv(6) == b"answer"
 
 
 @pytest.mark.processes
