@@ -26,6 +26,7 @@ import pytest
 import pytest_asyncio
 
 from asyncdist.base.background_loop import background_loop, observing_loop
+from asyncdist.testing.hosts import HostsUnavailableError
 from benchmarks.processes import ORIGIN, Nursery, Origin
 from tests.support.stopwatch import Stopwatch
 
@@ -96,6 +97,18 @@ def new_loop(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEve
 
 
 # -- ranks ------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True)
+def _skip_without_hosts() -> Iterator[None]:
+    """Skip a test that needs hosts which this machine cannot make; see `asyncdist.testing.hosts`."""
+    try:
+        return (yield)
+    except HostsUnavailableError as error:
+        pytest.skip(error.summary)
+
+
+pytest_runtest_setup = pytest_runtest_call = _skip_without_hosts
 
 
 @pytest.fixture
