@@ -135,20 +135,6 @@ def test_cancelled_scope_stops_waiting_and_the_operation_continues(run, transpor
 
 
 @in_anyio()
-async def test_timeout_stops_waiting_and_the_operation_continues():
-    async with world() as (zero, one):
-        work = zero.all_reduce(ones())
-        with anyio.move_on_after(0.01) as scope:
-            await work
-        assert scope.cancelled_caught
-        with pytest.raises(TimeoutError):
-            with anyio.fail_after(0.01):
-                await work
-        await one.all_reduce(ones())
-        assert (await work).eq(2).all()
-
-
-@in_anyio()
 async def test_shielded_scope_waits_in_a_cancelled_one():
     async with world() as (zero, one):
         work = zero.all_reduce(ones())
