@@ -27,7 +27,7 @@ import pytest_asyncio
 
 from asyncdist.base.background_loop import background_loop, observing_loop
 from asyncdist.testing.hosts import HostsUnavailableError
-from benchmarks.processes import ORIGIN, Nursery, Origin
+from benchmarks.processes import Nursery
 from tests.support.stopwatch import Stopwatch
 
 PATIENCE = 5.0
@@ -127,15 +127,6 @@ def each() -> Callable[[Sequence[Any], Callable[[Any], Awaitable[Any]]], Awaitab
         return list(await asyncio.gather(*[call(group) for group in groups]))
 
     return each
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Let the nurseries of all workers of pytest-xdist begin as one process, which imports torch once."""
-    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        # Not torch._dynamo: at the exit it imports, and so takes the status of Ctrl-C from Python.
-        origin = Origin(("hypothesis", "trio", "torch.distributed.checkpoint", "torch.distributed.fsdp"))
-        os.environ[ORIGIN] = origin.address
-        config.add_cleanup(origin.close)
 
 
 @pytest.fixture(scope="session")
