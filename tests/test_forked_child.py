@@ -17,15 +17,12 @@ from asyncdist.config import Config
 from asyncdist.store import AsyncStore, FileStore, StoreServer, TCPStore
 from asyncdist.store.server.listener import unix_socket
 from asyncdist.testing.cluster import world_of
+from tests.support.channels import tls_settings
 from tests.support.ranks import sums
+from tests.support.resources import open_files
 
-FILES = Path(__file__).parent / "tls"
 LONG = 60.0
-TLS = {
-    "tls_cert": str(FILES / "member.crt"),
-    "tls_key": str(FILES / "member.key"),
-    "tls_ca": str(FILES / "ca.crt"),
-}
+TLS = tls_settings()
 
 pytestmark = [
     pytest.mark.processes,
@@ -35,11 +32,7 @@ pytestmark = [
 
 def opened():
     """Return the sockets and regular files to which the descriptors of this process refer."""
-    found = set()
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.add(os.readlink(f"/proc/self/fd/{number}"))
-    return {target for target in found if target.startswith(("socket:", "/")) and not target.startswith("/dev/")}
+    return {each for each in open_files() if each.startswith(("socket:", "/")) and not each.startswith("/dev/")}
 
 
 def kept_by_a_child(before):
