@@ -13,56 +13,15 @@ there is `asyncdist.sync`. Names are loaded when first used: ``import asyncdist`
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+import re
+from pathlib import Path
+from typing import Any
 
-_COLLECTIVES = """
-agree all_gather all_gather_coalesced all_gather_object all_gather_single all_reduce all_reduce_coalesced all_to_all
-all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather gather_object gather_single
-irecv isend monitored_barrier recv recv_object_list reduce reduce_scatter reduce_scatter_single regroup scatter
-scatter_object_list send send_object_list
-""".split()
-
-_MODULES = {
-    "asyncdist.base.ops": "ReduceOp premul_sum",
-    "asyncdist.config": "Config",
-    "asyncdist.ddp": "DistributedDataParallel",
-    "asyncdist.ddp.low_communication.diloco": "DiLoCo LocalSGD",
-    "asyncdist.ddp.low_communication.outer_training": "CommunicationSavings",
-    "asyncdist.ddp.sampler": "DistributedSampler",
-    "asyncdist.ddp.sharded_optimizer": "ZeroRedundancyOptimizer",
-    "asyncdist.ddp.sync_batchnorm": "SyncBatchNorm",
-    "asyncdist.elastic.session": "JobSession join",
-    "asyncdist.groups.aio": """all_gather_coalesced_init all_gather_init all_gather_single_init all_reduce_coalesced_init
-        all_reduce_init all_to_all_init all_to_all_single_init barrier_init broadcast_init destroy_process_group gather_init
-        gather_single_init init_process_group process_group reduce_init reduce_scatter_init reduce_scatter_single_init
-        scatter_init""",
-    "asyncdist.groups.collectives_api": "P2POp",
-    "asyncdist.groups.default_world": """GroupMember get_backend get_global_rank get_group_rank get_node_local_rank
-        get_process_group_ranks get_rank get_world_size group is_available is_backend_available is_gloo_available
-        is_initialized is_mpi_available is_nccl_available is_torchelastic_launched new_group new_subgroups
-        new_subgroups_by_enumeration revoke set_timeout split_group watch_members""",
-    "asyncdist.groups.group": "Group",
-    "asyncdist.groups.members.member_watch": "MemberChange",
-    "asyncdist.groups.members.regrouping": "Agreed",
-    "asyncdist.groups.members.step": "GroupStep",
-    "asyncdist.groups.members.training_state": "State",
-    "asyncdist.groups.persistent": "PersistentCollective start_all",
-    "asyncdist.groups.subgroups": "NonMember",
-    "asyncdist.groups.windows": "Window",
-    "asyncdist.kernel.engine.work": "Work",
-    "asyncdist.kernel.memory.registered": "empty",
-    "asyncdist.kernel.tracing.hooks": "OperationRecord register_hook",
-    "asyncdist.kernel.tracing.metrics": "GroupMetrics serve_metrics",
-    "asyncdist.kernel.tracing.otel": "trace_operations",
-    "asyncdist.store": "FileStore HashStore PrefixStore TCPStore",
-}
+_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
 # Where each public name lives: (module, attribute).
 _NAMES = {
-    **{name: (module, name) for module, names in _MODULES.items() for name in names.split()},
-    **{name: ("asyncdist.groups.aio", f"api.{name}") for name in _COLLECTIVES},
-    "all_gather_into_tensor": ("asyncdist.groups.aio", "api.all_gather_single"),
-    "gather_into_tensor": ("asyncdist.groups.aio", "api.gather_single"),
-    "reduce_scatter_tensor": ("asyncdist.groups.aio", "api.reduce_scatter_single"),
+    **{name: (module, name) for module, name in re.findall(r"^from (\S+) import (\w+) as", _STUB, re.MULTILINE)},
+    **{name: ("asyncdist.groups.aio", path) for name, path in re.findall(r"^(\w+) = (api\.\w+)$", _STUB, re.MULTILINE)},
     "ProcessGroup": ("asyncdist.groups.group", "Group"),  # torch's name, for annotations
     "__version__": ("asyncdist.base.release", "VERSION"),
 }
@@ -83,117 +42,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_NAMES})
-
-
-if TYPE_CHECKING:
-    from asyncdist.base.ops import ReduceOp as ReduceOp
-    from asyncdist.base.ops import premul_sum as premul_sum
-    from asyncdist.config import Config as Config
-    from asyncdist.ddp import DistributedDataParallel as DistributedDataParallel
-    from asyncdist.ddp.low_communication.diloco import DiLoCo as DiLoCo
-    from asyncdist.ddp.low_communication.diloco import LocalSGD as LocalSGD
-    from asyncdist.ddp.low_communication.outer_training import CommunicationSavings as CommunicationSavings
-    from asyncdist.ddp.sampler import DistributedSampler as DistributedSampler
-    from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
-    from asyncdist.ddp.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
-    from asyncdist.elastic.session import JobSession as JobSession
-    from asyncdist.elastic.session import join as join
-    from asyncdist.groups.aio import all_gather_coalesced_init as all_gather_coalesced_init
-    from asyncdist.groups.aio import all_gather_init as all_gather_init
-    from asyncdist.groups.aio import all_gather_single_init as all_gather_single_init
-    from asyncdist.groups.aio import all_reduce_coalesced_init as all_reduce_coalesced_init
-    from asyncdist.groups.aio import all_reduce_init as all_reduce_init
-    from asyncdist.groups.aio import all_to_all_init as all_to_all_init
-    from asyncdist.groups.aio import all_to_all_single_init as all_to_all_single_init
-    from asyncdist.groups.aio import api
-    from asyncdist.groups.aio import barrier_init as barrier_init
-    from asyncdist.groups.aio import broadcast_init as broadcast_init
-    from asyncdist.groups.aio import destroy_process_group as destroy_process_group
-    from asyncdist.groups.aio import gather_init as gather_init
-    from asyncdist.groups.aio import gather_single_init as gather_single_init
-    from asyncdist.groups.aio import init_process_group as init_process_group
-    from asyncdist.groups.aio import process_group as process_group
-    from asyncdist.groups.aio import reduce_init as reduce_init
-    from asyncdist.groups.aio import reduce_scatter_init as reduce_scatter_init
-    from asyncdist.groups.aio import reduce_scatter_single_init as reduce_scatter_single_init
-    from asyncdist.groups.aio import scatter_init as scatter_init
-    from asyncdist.groups.collectives_api import P2POp as P2POp
-    from asyncdist.groups.default_world import GroupMember as GroupMember
-    from asyncdist.groups.default_world import get_backend as get_backend
-    from asyncdist.groups.default_world import get_global_rank as get_global_rank
-    from asyncdist.groups.default_world import get_group_rank as get_group_rank
-    from asyncdist.groups.default_world import get_node_local_rank as get_node_local_rank
-    from asyncdist.groups.default_world import get_process_group_ranks as get_process_group_ranks
-    from asyncdist.groups.default_world import get_rank as get_rank
-    from asyncdist.groups.default_world import get_world_size as get_world_size
-    from asyncdist.groups.default_world import group as group
-    from asyncdist.groups.default_world import is_available as is_available
-    from asyncdist.groups.default_world import is_backend_available as is_backend_available
-    from asyncdist.groups.default_world import is_gloo_available as is_gloo_available
-    from asyncdist.groups.default_world import is_initialized as is_initialized
-    from asyncdist.groups.default_world import is_mpi_available as is_mpi_available
-    from asyncdist.groups.default_world import is_nccl_available as is_nccl_available
-    from asyncdist.groups.default_world import is_torchelastic_launched as is_torchelastic_launched
-    from asyncdist.groups.default_world import new_group as new_group
-    from asyncdist.groups.default_world import new_subgroups as new_subgroups
-    from asyncdist.groups.default_world import new_subgroups_by_enumeration as new_subgroups_by_enumeration
-    from asyncdist.groups.default_world import revoke as revoke
-    from asyncdist.groups.default_world import set_timeout as set_timeout
-    from asyncdist.groups.default_world import split_group as split_group
-    from asyncdist.groups.default_world import watch_members as watch_members
-    from asyncdist.groups.group import Group as Group
-    from asyncdist.groups.members.member_watch import MemberChange as MemberChange
-    from asyncdist.groups.members.regrouping import Agreed as Agreed
-    from asyncdist.groups.members.step import GroupStep as GroupStep
-    from asyncdist.groups.members.training_state import State as State
-    from asyncdist.groups.persistent import PersistentCollective as PersistentCollective
-    from asyncdist.groups.persistent import start_all as start_all
-    from asyncdist.groups.subgroups import NonMember as NonMember
-    from asyncdist.groups.windows import Window as Window
-    from asyncdist.kernel.engine.work import Work as Work
-    from asyncdist.kernel.memory.registered import empty as empty
-    from asyncdist.kernel.tracing.hooks import OperationRecord as OperationRecord
-    from asyncdist.kernel.tracing.hooks import register_hook as register_hook
-    from asyncdist.kernel.tracing.metrics import GroupMetrics as GroupMetrics
-    from asyncdist.kernel.tracing.metrics import serve_metrics as serve_metrics
-    from asyncdist.kernel.tracing.otel import trace_operations as trace_operations
-    from asyncdist.store import FileStore as FileStore
-    from asyncdist.store import HashStore as HashStore
-    from asyncdist.store import PrefixStore as PrefixStore
-    from asyncdist.store import TCPStore as TCPStore
-
-    ProcessGroup = Group
-    __version__: str
-
-    agree = api.agree
-    all_gather = api.all_gather
-    all_gather_coalesced = api.all_gather_coalesced
-    all_gather_into_tensor = api.all_gather_single
-    all_gather_object = api.all_gather_object
-    all_gather_single = api.all_gather_single
-    all_reduce = api.all_reduce
-    all_reduce_coalesced = api.all_reduce_coalesced
-    all_to_all = api.all_to_all
-    all_to_all_single = api.all_to_all_single
-    barrier = api.barrier
-    batch_isend_irecv = api.batch_isend_irecv
-    broadcast = api.broadcast
-    broadcast_object_list = api.broadcast_object_list
-    gather = api.gather
-    gather_into_tensor = api.gather_single
-    gather_object = api.gather_object
-    gather_single = api.gather_single
-    irecv = api.irecv
-    isend = api.isend
-    monitored_barrier = api.monitored_barrier
-    recv = api.recv
-    recv_object_list = api.recv_object_list
-    reduce = api.reduce
-    reduce_scatter = api.reduce_scatter
-    reduce_scatter_single = api.reduce_scatter_single
-    reduce_scatter_tensor = api.reduce_scatter_single
-    regroup = api.regroup
-    scatter = api.scatter
-    scatter_object_list = api.scatter_object_list
-    send = api.send
-    send_object_list = api.send_object_list

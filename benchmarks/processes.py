@@ -9,8 +9,6 @@ over the pipe, so that no test has to sleep::
         assert ranks[0].hear() == "in the call"                                     # test.send("in the call")
         ranks[1].kill()
         assert ranks[0].wait() == 0
-
-An `Origin` is a process from which the nurseries of several programs are forked, so that all of them share its imports.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import contextlib
 import gc
 import os
 import runpy
-import select
 import selectors
 import signal
 import socket
@@ -33,8 +30,6 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Self
 
-ORIGIN = "PYTEST_NURSERY_ORIGIN"
-"""The variable with the address of the `Origin` of all nurseries."""
 PATIENCE = 60.0
 """The default of seconds after which waiting for a rank is an error. No test needs as many."""
 
@@ -105,42 +100,14 @@ class RankProcess:
         self._output.close()
 
 
-class Origin:
-    """A process from which nurseries are forked. It imports the modules ``preload`` for the first one."""
-
-    def __init__(self, preload: Sequence[str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(dir="/tmp")  # the address of a socket is short
-        self.address = f"{self._folder.name}/origin"
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(self.address)
-            listener.listen(64)  # clients connect while the process imports
-            command = [sys.executable, "-m", __name__, "origin", str(listener.fileno()), *preload]
-            self._process = subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.PIPE)
-
-    def close(self) -> None:
-        """End the process. Nurseries end with their clients."""
-        self._process.communicate()
-        self._folder.cleanup()
-
-
 class Nursery:
-    """Forks ranks from a process that has imported the modules ``preload``. Closing it kills the ranks that still run.
-
-    The process is itself forked from an `Origin` where there is one.
-    """
+    """Forks ranks from a process that has imported the modules ``preload``. Closing it kills the ranks that still run."""
 
     def __init__(self, preload: Sequence[str] = ("torch", "asyncdist", "asyncdist.sync")) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        if ORIGIN in os.environ:
-            with socket.socket(socket.AF_UNIX) as client:
-                client.connect(os.environ[ORIGIN])
-                self._control = Connection(client.detach())
-            self._control.send((dict(os.environ), os.getcwd(), preload))
-        else:
-            self._control, theirs = Pipe()
-            command = [sys.executable, "-m", __name__, "nursery", str(theirs.fileno()), *preload]
-            with theirs:
-                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._control, theirs = Pipe()
+        command = [sys.executable, "-m", __name__, str(theirs.fileno()), *preload]
+        with theirs:
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._statuses: dict[int, int] = {}
         self.waited: dict[int, float] = {}
         """By process id of the ranks that have ended: for how many seconds each has waited for a processor."""
@@ -211,8 +178,7 @@ class Nursery:
         if not self._control.closed:
             self.clear()
             self._control.close()
-            if self._process is not None:
-                self._process.wait()
+            self._process.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -307,18 +273,13 @@ def waiting_time(thread: Path) -> float:
     return int((thread / "schedstat").read_text().split()[1]) / 1e9
 
 
-def _import(names: Sequence[str]) -> None:
-    if all(name in sys.modules for name in names):
-        return
-    for name in names:
+def _run_nursery(descriptor: str, *preload: str) -> None:
+    control = Connection(int(descriptor))
+    for name in preload:
         __import__(name)
     gc.collect()
     # A rank's garbage collector would otherwise write to the shared pages, and so copy them.
     gc.freeze()
-
-
-def _run_nursery(control: Connection, preload: Sequence[str]) -> None:
-    _import(preload)
     try:
         control.send(("imported", 0, 0, 0.0))
     except BrokenPipeError:  # nothing was started
@@ -334,36 +295,5 @@ def _run_nursery(control: Connection, preload: Sequence[str]) -> None:
     os._exit(0)
 
 
-def _run_origin(listener: socket.socket, preload: Sequence[str]) -> None:
-    """Fork a nursery for each connection until the standard input ends."""
-    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
-        _import(preload)
-        client, _ = listener.accept()
-        with client:
-            if os.fork() > 0:
-                continue
-            control = Connection(client.detach())
-        listener.close()
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
-        environment, folder, further = control.recv()
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(folder)
-        _run_nursery(control, further)
-        return
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
-
-
-def _main(kind: str, descriptor: str, *preload: str) -> None:
-    if kind == "origin":
-        _run_origin(socket.socket(fileno=int(descriptor)), preload)
-    else:
-        _run_nursery(Connection(int(descriptor)), preload)
-
-
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _run_nursery(*sys.argv[1:])

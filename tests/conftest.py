@@ -8,10 +8,8 @@ memory segment may be left.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import itertools
-import os
 import signal
 import sys
 import threading
@@ -26,7 +24,9 @@ import pytest
 import pytest_asyncio
 
 from asyncdist.base.background_loop import background_loop, observing_loop
-from benchmarks.processes import ORIGIN, Nursery, Origin
+from asyncdist.testing.hosts import HostsUnavailableError
+from benchmarks.processes import Nursery
+from tests.support.resources import children, open_files
 from tests.support.stopwatch import Stopwatch
 
 PATIENCE = 5.0
@@ -98,6 +98,18 @@ def new_loop(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEve
 # -- ranks ------------------------------------------------------------------------------------------
 
 
+@pytest.hookimpl(wrapper=True)
+def _skip_without_hosts() -> Iterator[None]:
+    """Skip a test that needs hosts which this machine cannot make; see `asyncdist.testing.hosts`."""
+    try:
+        return (yield)
+    except HostsUnavailableError as error:
+        pytest.skip(error.summary)
+
+
+pytest_runtest_setup = pytest_runtest_call = _skip_without_hosts
+
+
 @pytest.fixture
 def together() -> Callable[..., list[Any]]:
     """Run a program in a thread of each rank: ``together(size, program)``; see `asyncdist.testing.cluster`."""
@@ -114,15 +126,6 @@ def each() -> Callable[[Sequence[Any], Callable[[Any], Awaitable[Any]]], Awaitab
         return list(await asyncio.gather(*[call(group) for group in groups]))
 
     return each
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Let the nurseries of all workers of pytest-xdist begin as one process, which imports torch once."""
-    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        # Not torch._dynamo: at the exit it imports, and so takes the status of Ctrl-C from Python.
-        origin = Origin(("hypothesis", "trio", "torch.distributed.checkpoint", "torch.distributed.fsdp"))
-        os.environ[ORIGIN] = origin.address
-        config.add_cleanup(origin.close)
 
 
 @pytest.fixture(scope="session")
@@ -207,7 +210,6 @@ def until() -> Callable[[Callable[[], Any]], None]:
 
 # -- nothing is left behind -------------------------------------------------------------------------
 
-_DESCRIPTORS = Path("/proc/self/fd")
 _KINDS = ("socket:", "pipe:", "anon_inode:", "/memfd:")
 # Threads that belong to the process and not to a world.
 _OF_THE_PROCESS = ("asyncdist-runtime", "asyncdist-observer", "asyncdist-futures")
@@ -216,25 +218,11 @@ _OF_THE_PROCESS = ("asyncdist-runtime", "asyncdist-observer", "asyncdist-futures
 def _descriptors() -> Counter[str]:
     """Count the open descriptors by kind; empty on systems without /proc."""
     kinds: Counter[str] = Counter()
-    if _DESCRIPTORS.is_dir():
-        for name in os.listdir(_DESCRIPTORS):
-            try:
-                target = os.readlink(_DESCRIPTORS / name)
-            except FileNotFoundError:  # the descriptor of this listing
-                continue
-            kind = next((kind for kind in _KINDS if target.startswith(kind)), None)
-            if kind is not None:
-                kinds[target if kind == "anon_inode:" else kind] += 1
+    for target in open_files():
+        kind = next((kind for kind in _KINDS if target.startswith(kind)), None)
+        if kind is not None:
+            kinds[target if kind == "anon_inode:" else kind] += 1
     return kinds
-
-
-def _processes() -> set[str]:
-    """Return the process ids of this process's children."""
-    numbers: set[str] = set()
-    for path in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
-            numbers.update(path.read_text().split())
-    return numbers
 
 
 def _lasting(thread: threading.Thread) -> bool:
@@ -242,11 +230,11 @@ def _lasting(thread: threading.Thread) -> bool:
     return thread.name.startswith(_OF_THE_PROCESS) or isinstance(thread, threading._DummyThread)
 
 
-def _left(threads: set[threading.Thread], descriptors: Counter[str], processes: set[str]) -> list[str]:
+def _left(threads: set[threading.Thread], descriptors: Counter[str], processes: set[int]) -> list[str]:
     """Describe the threads, descriptors and processes that are new."""
     new = [t for t in threading.enumerate() if t not in threads and not _lasting(t)]
     opened = _descriptors() - descriptors
-    started = _processes() - processes
+    started = children() - processes
     return [
         *(f"thread {thread.name!r}" for thread in new),
         *(f"{count} x {kind}" for kind, count in opened.items()),
@@ -291,7 +279,7 @@ def nothing_left_over() -> Iterator[None]:
     arena()
     if len(sys.modules) > _frozen + 20:
         _freeze()
-    before = set(threading.enumerate()), _descriptors(), _processes()
+    before = set(threading.enumerate()), _descriptors(), children()
     yield
     background_loop()  # a test may have closed it
     since = None

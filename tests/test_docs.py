@@ -12,7 +12,6 @@ Port 29500 is replaced by a free port. A missing launcher (mpirun, srun) is repl
 from __future__ import annotations
 
 import ast
-import asyncio
 import fnmatch
 import importlib
 import importlib.util
@@ -21,19 +20,14 @@ import re
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import torch
 
 import asyncdist
 from asyncdist.config import Config, variable_of
-from asyncdist.errors import GroupAbortedError, OperationTimeoutError, PeerLostError
-from asyncdist.groups.group import Group
-from asyncdist.kernel.engine.work import Work
-from asyncdist.testing.cluster import world_of
 from tests.support.ports import free_port
 from tests.support.reader_environment import NOT_HERE, ReaderEnvironment, build_wheel
 
@@ -400,35 +394,6 @@ def test_glossary_terms_are_used_by_the_code() -> None:
     files = [path for folder in ("asyncdist", "transports") for path in (ROOT / folder).rglob("*.py")]
     source = re.sub(r"[\s_-]+", "", "".join(path.read_text(encoding="utf-8") for path in files).lower())
     assert [word for term in terms for word in term.split(", ") if re.sub(r"[\s_-]+", "", word) not in source] == []
-
-
-# -- the failure model of docs/architecture.md --------------------------------------------------------
-
-
-async def outcomes(groups: Sequence[Group], call: Callable[[Group], Work]) -> list[BaseException]:
-    """Return the errors of the ranks whose works fail."""
-    return [error for error in await asyncio.gather(*map(call, groups), return_exceptions=True) if error is not None]
-
-
-async def test_deadline_of_one_rank_aborts_the_group_on_the_others() -> None:
-    async with world_of(3) as groups:
-        impatient, *patient = await outcomes(groups[:2], lambda g: g.barrier(timeout=0.05 if g.rank() == 0 else None))
-        assert isinstance(impatient, OperationTimeoutError)
-        assert impatient.peers == (2,)
-        assert [type(error) for error in patient] == [GroupAbortedError]
-        assert "rank 0 timed out" in str(patient[0])
-
-
-async def test_orderly_departure_fails_only_groups_that_wait_for_the_rank() -> None:
-    async with world_of(3) as groups:
-        pair = [group.world.new_group([0, 1]) for group in groups[:2]]
-        await asyncio.gather(*(group.barrier() for group in groups))
-        waiting = asyncio.ensure_future(outcomes(groups[:2], lambda g: g.all_reduce(torch.ones(4))))
-        await groups[2].world.close()
-        errors = await waiting
-        assert [type(error) for error in errors] == [PeerLostError] * 2
-        assert all("rank 2 was lost" in str(error) for error in errors)
-        await asyncio.gather(*(group.barrier() for group in pair))
 
 
 def test_source_distribution_contains_the_files_of_the_makefile():

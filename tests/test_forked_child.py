@@ -11,21 +11,18 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from asyncdist.base.background_loop import background_loop, new_loop
 from asyncdist.config import Config
 from asyncdist.store import AsyncStore, FileStore, StoreServer, TCPStore
 from asyncdist.store.server.listener import unix_socket
 from asyncdist.testing.cluster import world_of
+from tests.support.channels import tls_settings
+from tests.support.ranks import sums
+from tests.support.resources import open_files
 
-FILES = Path(__file__).parent / "tls"
 LONG = 60.0
-TLS = {
-    "tls_cert": str(FILES / "member.crt"),
-    "tls_key": str(FILES / "member.key"),
-    "tls_ca": str(FILES / "ca.crt"),
-}
+TLS = tls_settings()
 
 pytestmark = [
     pytest.mark.processes,
@@ -35,11 +32,7 @@ pytestmark = [
 
 def opened():
     """Return the sockets and regular files to which the descriptors of this process refer."""
-    found = set()
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.add(os.readlink(f"/proc/self/fd/{number}"))
-    return {target for target in found if target.startswith(("socket:", "/")) and not target.startswith("/dev/")}
+    return {each for each in open_files() if each.startswith(("socket:", "/")) and not each.startswith("/dev/")}
 
 
 def kept_by_a_child(before):
@@ -114,17 +107,11 @@ def test_child_keeps_no_socket_between_ranks(run, transport, more):
         before = opened()
         config = Config(token="a token", **more)
         async with world_of(3, transport=transport, config=config) as groups:
-
-            async def summed():
-                tensors = [torch.ones(1) for _ in groups]
-                await asyncio.gather(*(g.all_reduce(t) for g, t in zip(groups, tensors, strict=True)))
-                return [tensor.item() for tensor in tensors]
-
-            assert await summed() == [3.0] * 3
+            assert await sums(groups) == [3.0] * 3
             there, here = kept_by_a_child(before)
             assert len([each for each in here if each.startswith("socket:")]) >= 6
             assert not [each for each in there if each.startswith("socket:")]
-            assert await summed() == [3.0] * 3
+            assert await sums(groups) == [3.0] * 3
 
     run(program())
 

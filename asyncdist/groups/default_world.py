@@ -354,9 +354,7 @@ def new_group(
     device_id: object = None,
     sort_ranks: bool = True,
 ) -> Group | NonMember:
-    """Make a group of some ranks of the default world, without communication.
-
-    All members make groups of equal ranks in the same order.
+    """Make a group of some ranks of the default world, as `Group.new_group` of the default group does.
 
     Args:
         ranks: Global ranks of the members; None means all ranks.
@@ -389,21 +387,9 @@ def new_subgroups(
     pg_options: object = None,
     group_desc: str | None = None,
 ) -> tuple[Group, list[Group | NonMember]]:
-    """Divide a group into subgroups of ``group_size`` consecutive ranks. All ranks of the world call it.
+    """Divide a group into subgroups of consecutive ranks, as `Group.new_subgroups` does; all ranks of the world call it.
 
-    Args:
-        group_size: Number of ranks of each subgroup.
-        group: The group to divide; None means the default group.
-        timeout: Default limit of the subgroups' operations, in seconds or as a timedelta; None takes the world's.
-        backend: Accepted for compatibility; has no effect.
-        pg_options: Accepted for compatibility; has no effect.
-        group_desc: Name of the subgroups in error messages and traces.
-
-    Returns:
-        The subgroup of this rank, and the list of all subgroups as `new_group` returns them.
-
-    Raises:
-        UsageError: ``group_size`` does not divide the size of the group.
+    ``backend`` and ``pg_options`` are accepted for compatibility, and have no effect.
 
     Example:
         >>> mine, all_pairs = dist.new_subgroups(2)  # ranks 0 and 1, ranks 2 and 3, ...
@@ -418,20 +404,10 @@ def new_subgroups_by_enumeration(
     pg_options: object = None,
     group_desc: str | None = None,
 ) -> tuple[Group | NonMember, list[Group | NonMember]]:
-    """Make one group for each list of global ranks. All ranks of the world call it with the same lists.
+    """Make one group for each list of global ranks, as `Group.new_subgroups_by_enumeration` of the default group does.
 
-    Args:
-        ranks_per_subgroup_list: The global ranks of the members of each subgroup.
-        timeout: Default limit of the subgroups' operations, in seconds or as a timedelta; None takes the world's.
-        backend: Accepted for compatibility; has no effect.
-        pg_options: Accepted for compatibility; has no effect.
-        group_desc: Name of the subgroups in error messages and traces.
-
-    Returns:
-        The subgroup of this rank, and the list of all subgroups as `new_group` returns them.
-
-    Raises:
-        UsageError: Two lists contain the same rank.
+    All ranks of the world call it with the same lists. ``backend`` and ``pg_options`` are accepted for compatibility, and
+    have no effect.
 
     Example:
         >>> mine, both = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
@@ -447,23 +423,8 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> Group | None:
-    """Split a group into subgroups.
+    """Split a group, by default the default one, as `Group.split_group` does; all its ranks call it in the same order.
 
-    All ranks of the group call it, in the same order as its other operations. The host side needs no communication.
-    A group that has carried tensors on devices may split its device communicators too.
-
-    Args:
-        parent_pg: The group to split; None means the default group.
-        split_ranks: For each subgroup, the group ranks of its members. A subgroup keeps the order of the parent.
-        timeout: Default limit of the subgroups' operations, in seconds or as a timedelta; None takes the world's.
-        pg_options: Accepted for compatibility; has no effect.
-        group_desc: Name of the subgroups in error messages and traces.
-        backend: Accepted for compatibility; has no effect.
-
-    Returns:
-        The subgroup of this rank, or None if this rank is in no subgroup.
-
-    Raises:
-        UsageError: ``split_ranks`` is empty, names a rank outside the group, or repeats a rank.
+    ``pg_options`` and ``backend`` are accepted for compatibility, and have no effect.
     """
     return resolve_group(parent_pg).split_group(split_ranks or (), timeout, group_desc)

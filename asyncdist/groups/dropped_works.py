@@ -12,17 +12,30 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 from asyncdist.base.call_site import call_site
-from asyncdist.base.deadline import Timeout
+from asyncdist.base.callables import AnyFunction
 from asyncdist.groups.group import Group
 from asyncdist.kernel.collectives.call_plan import CallPlan, Prepare, Result
 from asyncdist.kernel.collectives.collective_ops import CallOptions
 from asyncdist.kernel.engine.operation import PlanOf
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.torch_compile import excluded_from_compile
+
+
+def _use(name: str, *, if_true: bool = False) -> AnyFunction:
+    """Return the method of `Work` of a name that also records the use; with ``if_true`` only where it returns True."""
+
+    @functools.wraps(getattr(Work, name))
+    def method(self: TrackedWork, *args: Any, **options: Any) -> Any:
+        self._used = self._used or not if_true
+        outcome = getattr(super(TrackedWork, self), name)(*args, **options)
+        self._used = self._used or outcome
+        return outcome
+
+    return method
 
 
 @excluded_from_compile
@@ -37,43 +50,10 @@ class TrackedWork(Work):
         """Record that the program waits for the work, or knows that it is complete."""
         self._used = True
 
-    def __await__(self) -> Generator[Any, None, Any]:
-        self._used = True
-        return super().__await__()
-
-    def wait(self, timeout: Timeout = None) -> bool:
-        self._used = True
-        return super().wait(timeout)
-
-    def synchronize(self, timeout: Timeout = None) -> None:
-        self._used = True
-        super().synchronize(timeout)
-
-    def result(self) -> Any:
-        self._used = True
-        return super().result()
-
-    def exception(self) -> BaseException | None:
-        self._used = True
-        return super().exception()
-
-    def is_completed(self) -> bool:
-        completed = super().is_completed()
-        self._used = self._used or completed
-        return completed
-
-    def is_success(self) -> bool:
-        success = super().is_success()
-        self._used = self._used or success
-        return success
-
-    def add_done_callback(self, callback: Callable[[Work], object]) -> None:
-        self._used = True
-        super().add_done_callback(callback)
-
-    def get_future(self) -> Any:
-        self._used = True
-        return super().get_future()
+    __await__, wait, synchronize = _use("__await__"), _use("wait"), _use("synchronize")
+    result, exception, get_future = _use("result"), _use("exception"), _use("get_future")
+    add_done_callback = _use("add_done_callback")
+    is_completed, is_success = _use("is_completed", if_true=True), _use("is_success", if_true=True)
 
     def __del__(self) -> None:
         if not self._used and not sys.is_finalizing():

@@ -7,11 +7,12 @@ digests.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import sys
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,42 +35,29 @@ _MOST_DIFFERENT = 8
 """The number of digests of settings, and of hosts, that a summary names."""
 
 
-class Pages:
-    """The published values of each rank: its addresses by transport, its status port, and its host."""
+ADDRESSES, STATUS_PORTS, HOSTS = range(3)
+"""The values that each rank publishes for all: its addresses by transport, its status port, and its host."""
 
-    def __init__(self, size: int, pages: Sequence[bytes]) -> None:
-        self._size, self._pages = size, pages
-        self._page: tuple[int, list[bytes]] = (-1, [])
-        """The page that was read last. Any thread may replace it."""
 
-    def column(self, number: int) -> Column:
-        """Return a value of each rank, by rank: 0 for the addresses, 1 for the status port, 2 for the host."""
-        return Column(self, number)
+class Column(Sequence[Any]):
+    """One of the values that each rank has published for all, by rank.
+
+    Args:
+        size: The number of ranks.
+        entries_of: Returns the packed values of the ranks of a page.
+        number: Which of the values: `ADDRESSES`, `STATUS_PORTS` or `HOSTS`.
+    """
+
+    def __init__(self, size: int, entries_of: Callable[[int], list[bytes]], number: int) -> None:
+        self._size, self._entries_of, self._number = size, entries_of, number
 
     def __len__(self) -> int:
         return self._size
 
-    def entry(self, rank: int) -> list[Any]:
-        """Return all values of a rank."""
-        number, entries = self._page
-        if number != rank // BLOCK:
-            number, entries = self._page = rank // BLOCK, _unpacked(self._pages[rank // BLOCK])
-        return list(msgpack.unpackb(entries[rank % BLOCK]))
-
-
-class Column(Sequence[Any]):
-    """One value of each rank in `Pages`."""
-
-    def __init__(self, pages: Pages, number: int) -> None:
-        self._pages, self._number = pages, number
-
-    def __len__(self) -> int:
-        return len(self._pages)
-
     def __getitem__(self, rank: Any) -> Any:
-        if not 0 <= rank < len(self._pages):
+        if not 0 <= rank < self._size:
             raise IndexError(rank)
-        return self._pages.entry(rank)[self._number]
+        return msgpack.unpackb(self._entries_of(rank // BLOCK)[rank % BLOCK])[self._number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +65,7 @@ class Introductions:
     """What a rank knows of the others.
 
     Attributes:
-        pages: The values that each rank has published for all.
+        column: Returns one of the values that each rank has published for all, by rank.
         machine: The values that the ranks of this machine have published for each other, by rank: their process, and
             their addresses by transport.
         offered: The names of the transports that reach other machines.
@@ -85,7 +73,7 @@ class Introductions:
         hosts: Some of the hosts: more than one if the ranks are on several.
     """
 
-    pages: Pages
+    column: Callable[[int], Column]
     machine: Mapping[int, tuple[Mapping[str, Any] | None, Mapping[str, Any]]]
     offered: frozenset[str]
     profile: Any
@@ -113,8 +101,11 @@ async def introduce(
     if others:
         raise await difference(meeting, agreed, others[0])
     neighbours = {peer: (_shared(process), here) for note in notes[machine] for peer, process, here in _unpacked(note)}
-    pages = Pages(meeting.world_size, [page for _, page in sorted(map(msgpack.unpackb, notes[_PAGES]))])
-    return Introductions(pages, neighbours, frozenset(found["offered"]), found["profile"], found["hosts"])
+    pages = [page for _, page in sorted(map(msgpack.unpackb, notes[_PAGES]))]
+    # Most readers go through the ranks in order, so the page that was read last is kept.
+    entries_of = functools.lru_cache(maxsize=1)(lambda number: _unpacked(pages[number]))
+    column = functools.partial(Column, meeting.world_size, entries_of)
+    return Introductions(column, neighbours, frozenset(found["offered"]), found["profile"], found["hosts"])
 
 
 async def share_reached(

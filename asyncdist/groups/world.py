@@ -28,7 +28,7 @@ from asyncdist.groups import task_factory
 from asyncdist.groups.calibration import measurement, profile
 from asyncdist.groups.dropped_works import DebugGroup
 from asyncdist.groups.group import Group
-from asyncdist.groups.introductions import introduce, share_reached
+from asyncdist.groups.introductions import ADDRESSES, HOSTS, STATUS_PORTS, introduce, share_reached
 from asyncdist.groups.subgroups import NonMember
 from asyncdist.kernel.algorithms.selection import forced_by
 from asyncdist.kernel.collectives.arguments import checked_text, whole_number_of
@@ -281,12 +281,7 @@ def open_world(
     return _open(meeting, backend, kinds, make_world, config, home)
 
 
-async def _open(*arguments: Any) -> World:
-    with naming_exhaustion():
-        return await _meet(*arguments)
-
-
-async def _meet(
+async def _open(
     meet_others: Callable[[], Awaitable[RendezvousSession]],
     backend: str | None,
     kinds: Sequence[type[Transport]],
@@ -295,21 +290,23 @@ async def _meet(
     home: asyncio.AbstractEventLoop | None,
 ) -> World:
     from_file = None if config.profile is None else profile.read_profile(config.profile)
-    meeting = await meet_others()
-    try:
-        local_rank = Launch.from_environment().local_rank
-        serve_configured_metrics(config, meeting.rank if local_rank is None else local_rank)
-        config = config.with_(token=meeting.token)
-        endpoint = Endpoint(
-            meeting.rank, meeting.world_size, meeting.world_id, config, kinds, home, backend or config.transport
-        )
-        port: StatusPort | None = None
-        try:
-            port = StatusPort(meeting.listen_host, config) if config.status else None
-            known = await introduce(
-                meeting, endpoint, config, status=None if port is None else port.address, profile=from_file
+    with naming_exhaustion():
+        async with contextlib.AsyncExitStack() as undoing:
+            meeting = await meet_others()
+            undoing.push_async_callback(meeting.close)
+            local_rank = Launch.from_environment().local_rank
+            serve_configured_metrics(config, meeting.rank if local_rank is None else local_rank)
+            config = config.with_(token=meeting.token)
+            endpoint = Endpoint(
+                meeting.rank, meeting.world_size, meeting.world_id, config, kinds, home, backend or config.transport
             )
-            endpoint.know(known.pages.column(0), known.pages.column(2), known.machine, known.offered)
+            undoing.callback(endpoint.close)
+            port: StatusPort | None = None
+            if config.status:
+                port = StatusPort(meeting.listen_host, config)
+                undoing.callback(port.close)
+            known = await introduce(meeting, endpoint, config, status=port and port.address, profile=from_file)
+            endpoint.know(known.column(ADDRESSES), known.column(HOSTS), known.machine, known.offered)
             probes = endpoint.transport_selector.probe_peers(meeting.remaining())
             measures = known.profile is None and config.calibrate and len(known.hosts) > 1
             reached = await meeting.before_exchange(probes)
@@ -319,15 +316,10 @@ async def _meet(
             elif known.profile is not None:
                 _use(endpoint, config, known.profile, profile.MODEL_FROM_PROFILE)
             world = make_world(meeting, endpoint, status_port=port)
-        except BaseException:
-            if port is not None:
-                port.close()
-            endpoint.close()
-            raise
-        return await _answer_status(world, known.pages.column(1))
-    except BaseException:
-        await meeting.close()
-        raise
+            undoing.callback(world.leave)
+            await _answer_status(world, known.column(STATUS_PORTS))
+            undoing.pop_all()
+            return world
 
 
 async def _calibrate(endpoint: Endpoint, config: Config, meeting: RendezvousSession, hosts: Sequence[int]) -> None:
@@ -352,18 +344,13 @@ def _use(endpoint: Endpoint, config: Config, values: profile.Values, source: str
         )
 
 
-async def _answer_status(world: World, addresses: Sequence[Any]) -> World:
-    """Begin to answer ``asyncdist top``, and let rank 0 publish where; return the world, or close it after an error."""
-    try:
-        if world.status_port is not None:
-            world.status_port.serve(world.endpoint, addresses, world.describe)
-        if world.endpoint.rank == 0:
-            ports = [(rank, *each) for rank, each in enumerate(addresses) if each is not None]
-            await world.meeting.publish_status(ports)
-    except BaseException:
-        world.leave()
-        raise
-    return world
+async def _answer_status(world: World, addresses: Sequence[Any]) -> None:
+    """Begin to answer ``asyncdist top``, and let rank 0 publish where."""
+    if world.status_port is not None:
+        world.status_port.serve(world.endpoint, addresses, world.describe)
+    if world.endpoint.rank == 0:
+        ports = [(rank, *each) for rank, each in enumerate(addresses) if each is not None]
+        await world.meeting.publish_status(ports)
 
 
 async def discard_world(opening: asyncio.Task[World | None]) -> None:

@@ -33,6 +33,7 @@ from tests.chaos.faces import FACES
 from tests.chaos.operations import SCRIBBLE, start
 from tests.chaos.plan import operations_of
 from tests.chaos.services import Services
+from tests.support.resources import children, mapped_segments, open_files
 
 _REPORT_EVERY = 0.05
 _WITHOUT_DRIVER = 0.25
@@ -383,20 +384,10 @@ def _resources():
     for thread in threading.enumerate():
         if not thread.name.startswith(("asyncdist-runtime", "asyncdist-observer", "asyncdist-futures")):
             found[f"thread {thread.name}"] += 1
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{name}"))
-        except FileNotFoundError:
-            continue
-        found[f"descriptor {target}"] += 1
-    found["mapped segment"] = sum(
-        "memfd:asyncdist" in line for line in Path("/proc/self/maps").read_text().splitlines()
-    )
-    for path in Path("/proc/self/task").glob("*/children"):
-        try:
-            found["child process"] += len(path.read_text().split())
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+    for target in open_files():
+        found["descriptor " + re.sub(r"\d+", "", target)] += 1
+    found["mapped segment"] = len(mapped_segments())
+    found["child process"] = len(children())
     return found
 
 

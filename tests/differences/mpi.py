@@ -8,12 +8,13 @@ import secrets
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
 from tests.differences import reference
-from tests.differences.programs import GROUPS, OBJECTS, WORLD, Collectives, Step, Tensor, shares_memory, splits
+from tests.differences.programs import OBJECTS, WORLD, Collectives, Step, given, shares_memory, splits
 from tests.differences.reference import Verdict
 
 _LIMIT = 20.0
@@ -93,15 +94,11 @@ def _has_type(step: Step) -> bool:
 
 def _arrays(step: Step, rank: int) -> tuple[Any, ...]:
     """Return a step as program_mpi.py takes it: with the arrays that a rank contributes."""
-    plan, size, counts, root = step.tensor, len(GROUPS["all"]), None, step.root % WORLD
-    if step.call == "barrier":
-        return step.call, step.op, root, [], counts
-    arrays = [plan.values(rank).numpy()]
-    if step.call in ("reduce_scatter", "reduce_scatter_tensor", "scatter", "all_to_all"):
-        arrays = [plan.values(rank * 10 + place).numpy() for place in range(size)]
-    elif step.call == "all_to_all_single":
-        table = splits(step, size)
+    arrays, counts = [], None
+    if step.call != "barrier":
+        call = "reduce_scatter" if step.call == "reduce_scatter_tensor" else step.call
+        arrays = [values.numpy() for _, values in given(replace(step, call=call), WORLD, rank, rank)]
+    if step.call == "all_to_all_single":
+        table = splits(step, WORLD)
         counts = table[rank].tolist(), table[:, rank].tolist()
-        shape = Tensor(plan.dtype, (sum(counts[0]), *plan.shape[1:]), plan.layout, plan.palette, plan.seed)
-        arrays = [shape.values(rank).numpy()]
-    return step.call, step.op, root, arrays, counts
+    return step.call, step.op, step.root % WORLD, arrays, counts

@@ -28,6 +28,7 @@ from tests.differences.programs import (
     Step,
     Tensor,
     Training,
+    given,
     is_expanded,
     laid_out,
     objects,
@@ -173,6 +174,9 @@ class _Started:
         self._written.append(_Written(tensor, around, plan))
         return tensor
 
+    def _targets(self, size: int) -> list[torch.Tensor]:
+        return [self._target(self._step.tensor.shape) for _ in range(size)]
+
     # -- running ------------------------------------------------------------------------------------
 
     def begin(self, api: Any, *, async_op: bool) -> None:
@@ -201,67 +205,53 @@ class _Started:
                 self._error = _raised(error)
 
     def _call(self, api: Any, options: dict[str, Any]) -> Any:
-        step, plan, size = self._step, self._step.tensor, len(self._ranks)
-        me = self._ranks.index(self._rank)
-        root = step.root % size
-        values = plan.values(self._rank)
+        step, shape, size = self._step, self._step.tensor.shape, len(self._ranks)
+        me, root = self._ranks.index(self._rank), step.root % size
+        at_root = me == root
         options = {"group": self._handle, **options}
         op = getattr(dist.ReduceOp if api is dist else asyncdist.ReduceOp, step.op)
-        rows = plan.shape[:1]
         call = getattr(api, step.call, None)
+        if "object" in step.call:
+            return self._call_with_objects(call, root, me, size)
+        if step.call == "barrier":
+            return call(**options)
+        is_written = step.call in ("all_reduce", "reduce", "broadcast")
+        gives = step.call != "scatter" or at_root
+        sources = [self._source(*each, is_written=is_written) for each in given(step, size, me, self._rank) if gives]
+        source = sources[0] if sources else None
         match step.call:
-            case "barrier":
-                return call(**options)
             case "all_reduce":
-                return call(self._source(plan, values, is_written=True), op, **options)
+                return call(source, op, **options)
             case "reduce":
-                return call(self._source(plan, values, is_written=True), self._ranks[root], op, **options)
+                return call(source, self._ranks[root], op, **options)
             case "broadcast":
-                return call(self._source(plan, values, is_written=True), self._ranks[root], **options)
+                return call(source, self._ranks[root], **options)
             case "all_gather":
-                return call([self._target(plan.shape) for _ in range(size)], self._source(plan, values), **options)
+                return call(self._targets(size), source, **options)
             case "all_gather_into_tensor":
-                return call(self._target((rows[0] * size, *plan.shape[1:])), self._source(plan, values), **options)
+                return call(self._target((shape[0] * size, *shape[1:])), source, **options)
             case "gather":
-                into = [self._target(plan.shape) for _ in range(size)] if me == root else None
-                return call(self._source(plan, values), into, self._ranks[root], **options)
+                return call(source, self._targets(size) if at_root else None, self._ranks[root], **options)
             case "reduce_scatter":
-                parts = [self._source(plan, self._part(plan, place)) for place in range(size)]
-                return call(self._target(plan.shape), parts, op, **options)
+                return call(self._target(shape), sources, op, **options)
             case "reduce_scatter_tensor":
-                whole = torch.cat([self._part(plan, place) for place in range(size)])
-                shape = Tensor(
-                    plan.dtype, (rows[0] * size, *plan.shape[1:]), plan.layout, plan.palette, plan.seed, plan.grad
-                )
-                return call(self._target(plan.shape), self._source(shape, whole), op, **options)
+                return call(self._target(shape), source, op, **options)
             case "scatter":
-                parts = [self._source(plan, self._part(plan, place)) for place in range(size)] if me == root else None
-                return call(self._target(plan.shape), parts, self._ranks[root], **options)
+                return call(self._target(shape), sources if at_root else None, self._ranks[root], **options)
             case "all_to_all":
-                parts = [self._source(plan, self._part(plan, place)) for place in range(size)]
-                return call([self._target(plan.shape) for _ in range(size)], parts, **options)
+                return call(self._targets(size), sources, **options)
             case "all_to_all_single":
                 counts = splits(step, size)
                 sent, received = counts[me].tolist(), counts[:, me].tolist()
-                shape = Tensor(
-                    plan.dtype, (sum(sent), *plan.shape[1:]), plan.layout, plan.palette, plan.seed, plan.grad
-                )
-                source = self._source(shape, shape.values(self._rank))
-                return call(self._target((sum(received), *plan.shape[1:])), source, received, sent, **options)
+                return call(self._target((sum(received), *shape[1:])), source, received, sent, **options)
             case "ring":
-                del options["group"]
-                source, target = self._source(plan, values), self._target(plan.shape)
+                target = self._target(shape)
                 if size == 1:
                     target.copy_(source)
                     return None
                 after, before = self._ranks[(me + 1) % size], self._ranks[(me - 1) % size]
                 return [api.isend(source, after, self._handle), api.irecv(target, before, self._handle)]
-            case _:
-                return self._call_with_objects(call, root, me, size)
-
-    def _part(self, plan: Tensor, place: int) -> torch.Tensor:
-        """Return what this rank contributes to the rank at a place of the group."""
-        return plan.values(self._rank * 10 + place)
+        raise AssertionError(step.call)
 
     def _call_with_objects(self, call: Any, root: int, me: int, size: int) -> Any:
         own = objects(self._step, self._rank)[:size]

@@ -160,6 +160,19 @@ def splits(step: Step, size: int) -> np.ndarray:
     return np.random.default_rng(step.tensor.seed).integers(0, 3, size=(size, size))
 
 
+def given(step: Step, size: int, place: int, rank: int) -> list[tuple[Tensor, torch.Tensor]]:
+    """Return the tensors that the rank at a place of the group gives to a step: their plans, and their values."""
+    plan = step.tensor
+    if step.call in ("reduce_scatter", "scatter", "all_to_all", "reduce_scatter_tensor"):
+        parts = [plan.values(rank * 10 + to) for to in range(size)]
+        if step.call != "reduce_scatter_tensor":
+            return [(plan, part) for part in parts]
+        return [(replace(plan, shape=(plan.shape[0] * size, *plan.shape[1:])), torch.cat(parts))]
+    if step.call == "all_to_all_single":
+        plan = replace(plan, shape=(int(splits(step, size)[place].sum()), *plan.shape[1:]))
+    return [(plan, plan.values(rank))]
+
+
 def objects(step: Step, rank: int) -> list[object]:
     """Return the objects of a rank, as many as the world has ranks."""
     seed = step.tensor.seed

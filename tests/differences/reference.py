@@ -15,6 +15,7 @@ from tests.differences.programs import (
     Step,
     Tensor,
     Training,
+    given,
     is_expanded,
     objects,
     splits,
@@ -58,40 +59,38 @@ def expected(step: Step, group: str, rank: int) -> list[Numbers] | list[Any] | N
     size, me = len(ranks), ranks.index(rank)
     root = step.root % size
     _check_targets(step, is_target=size > 1 and (step.call != "reduce" or me == root))
-    own = [wide(plan.values(peer)) for peer in ranks]
-
-    def part(peer: int, place: int) -> Array:
-        return wide(plan.values(peer * 10 + place))
-
+    sent = [[_seen(*each) for each in given(step, size, place, peer)] for place, peer in enumerate(ranks)]
+    own = [each[0] for each in sent]
     match step.call:
         case "barrier":
             return None
         case "all_reduce":
-            return [reduced(_seen(plan, own), step.op, plan)]
+            return [reduced(own, step.op, plan)]
         case "reduce":
-            return [reduced(_seen(plan, own), step.op, plan) if me == root else Numbers(_seen(plan, own)[me])]
+            return [reduced(own, step.op, plan) if me == root else Numbers(own[me])]
         case "broadcast":
             return [Numbers(own[root])]
         case "all_gather":
-            return [Numbers(_seen(plan, own)[place]) for place in range(size)]
+            return [Numbers(each) for each in own]
         case "all_gather_into_tensor":
-            return [Numbers(np.concatenate(_seen(plan, own)))]
+            return [Numbers(np.concatenate(own))]
         case "gather":
-            return [Numbers(each) for each in _seen(plan, own)] if me == root else []
+            return [Numbers(each) for each in own] if me == root else []
         case "reduce_scatter":
-            return [reduced(_seen(plan, [part(peer, me) for peer in ranks]), step.op, plan)]
+            return [reduced([parts[me] for parts in sent], step.op, plan)]
         case "reduce_scatter_tensor":
-            wholes = _seen(plan, [np.concatenate([part(peer, place) for place in range(size)]) for peer in ranks])
-            rows = plan.shape[0]
-            return [reduced([whole[me * rows : (me + 1) * rows] for whole in wholes], step.op, plan)]
+            return [reduced([np.split(whole, size)[me] for whole in own], step.op, plan)]
         case "scatter":
-            return [Numbers(_seen(plan, [part(ranks[root], me)])[0])]
+            return [Numbers(sent[root][me])]
         case "all_to_all":
-            return [Numbers(_seen(plan, [part(peer, me)])[0]) for peer in ranks]
+            return [Numbers(parts[me]) for parts in sent]
         case "all_to_all_single":
-            return [Numbers(_exchanged(step, ranks, me))]
+            counts = splits(step, size)
+            begins = [int(row[:me].sum()) for row in counts]
+            parts = [each[at : at + int(row[me])] for each, at, row in zip(own, begins, counts, strict=True)]
+            return [Numbers(np.concatenate(parts))]
         case "ring":
-            return [Numbers(_seen(plan, own)[(me - 1) % size])]
+            return [Numbers(own[(me - 1) % size])]
         case "all_gather_object":
             return [objects(step, peer)[:size] for peer in ranks]
         case "broadcast_object_list":
@@ -118,20 +117,9 @@ def _check_targets(step: Step, *, is_target: bool) -> None:
         raise Undefined
 
 
-def _seen(plan: Tensor, arrays: list[Array]) -> list[Array]:
+def _seen(plan: Tensor, values: torch.Tensor) -> Array:
     """Return what the calls read: an expanded tensor shows its first row everywhere."""
-    return [np.broadcast_to(each[:1], each.shape) for each in arrays] if is_expanded(plan) else arrays
-
-
-def _exchanged(step: Step, ranks: tuple[int, ...], me: int) -> Array:
-    counts, plan, pieces = splits(step, len(ranks)), step.tensor, []
-    for place, peer in enumerate(ranks):
-        sent = counts[place]
-        shape = Tensor(plan.dtype, (int(sent.sum()), *plan.shape[1:]), plan.layout, plan.palette, plan.seed)
-        [whole] = _seen(shape, [wide(shape.values(peer))])
-        begin = int(sent[:me].sum())
-        pieces.append(whole[begin : begin + int(sent[me])])
-    return np.concatenate(pieces)
+    return wide(values[:1].expand(values.shape) if is_expanded(plan) else values)
 
 
 def wide(tensor: torch.Tensor) -> Array:

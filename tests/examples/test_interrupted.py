@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.resources import children
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
-
-
-def children(pid):
-    return {int(each) for path in Path(f"/proc/{pid}/task").glob("*/children") for each in path.read_text().split()}
 
 
 def has_loaded_torch(pid):

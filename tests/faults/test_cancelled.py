@@ -105,17 +105,6 @@ def summary(outcome):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_default_group_can_be_created_after_cancelled_attempt(tmp_path, victim):
-    for number in range(6):
-        where = f"file://{tmp_path}/world{number}"
-        making = asyncdist.init_process_group(init_method=where, rank=victim, world_size=2)
-        assert await ended(asyncio.ensure_future(cancelled_at(number, making))) == "cancelled"
-        assert not asyncdist.is_initialized()
-    await asyncdist.init_process_group(store=HashStore(), rank=0, world_size=1)
-    await asyncdist.destroy_process_group()
-
-
-@pytest.mark.parametrize("victim", [0, 1])
 async def test_leaving_cancelled_at_any_step_leaks_nothing(tmp_path, victim):
     for number in itertools.count():
         where = {"init_method": f"file://{tmp_path}/world{number}"}

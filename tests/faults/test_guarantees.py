@@ -1,8 +1,6 @@
 """The guarantees of docs/membership-reference.md that concern one process: time, memory, connections and other groups."""
 
 import asyncio
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from asyncdist.config import Config
 from asyncdist.errors import GroupAbortedError, GroupError, PeerLostError
 from asyncdist.testing.cluster import world_of
 from tests.support.faults import proxied_world
+from tests.support.resources import mapped_segments, open_files
 from tests.support.stopwatch import Stopwatch
 
 HEARTBEAT = 0.5
@@ -132,16 +131,7 @@ async def test_memory_of_failed_collectives_stays_as_the_caller_has_left_it(tran
 
 def sockets():
     """The sockets and mapped segments of this process."""
-    found = set()
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{number}")
-        except FileNotFoundError:
-            continue
-        if target.startswith("socket:"):
-            found.add(target)
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return found | {line for line in maps if "memfd:asyncdist" in line}
+    return {*mapped_segments(), *(target for target in open_files() if target.startswith("socket:"))}
 
 
 @transports

@@ -127,8 +127,3 @@ def test_blocking_api_exports_the_training_classes():
     assert DistributedSampler is asyncdist.DistributedSampler
     with pytest.raises(AttributeError, match=r"module 'asyncdist\.sync' has no attribute"):
         dist.DistributedDataparallel  # noqa: B018
-
-
-def test_ddp_of_torch_on_a_world_of_asyncdist_keeps_the_message_of_torch(world):
-    with pytest.raises(ValueError, match="Default process group has not been initialized"):
-        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from asyncdist.config import DEFAULT_LANES, Config
 from asyncdist.errors import UsageError
@@ -30,6 +29,7 @@ from asyncdist.kernel.algorithms.selection import Model, choose
 from asyncdist.testing.cluster import world_of
 from asyncdist_transports.byte_stream import Writer
 from asyncdist_transports.tcp.transport import TcpTransport
+from tests.support.ranks import sums
 
 LONG = 20.0
 VALUES = {"alpha": 2e-3, "beta": 8e-9, "overhead": 20e-6}
@@ -65,9 +65,7 @@ async def test_ranks_on_several_hosts_measure_and_share_one_model(transport, mon
         assert all(group.context.model is group.endpoint.model for group in groups)
         # The recorder is for the program's operations.
         assert [group.endpoint.recorder.last for group in groups] == [None] * 5
-        tensors = [torch.ones(1000) for _ in groups]
-        await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
-        assert all((tensor == 5).all() for tensor in tensors)
+        assert await sums(groups, 1000) == [10.0] * 5
 
 
 @pytest.mark.parametrize(("hosts", "calibrate"), [(["a", "a"], True), (["a", "b"], False)])
@@ -81,9 +79,7 @@ async def test_measurement_without_time_leaves_a_world_that_works():
     async with world_of(2) as groups:
         found = await asyncio.gather(*(measure_links(group.endpoint, [0, 1], limit=0.0) for group in groups))
         assert found == [{}, {}]
-        tensors = [torch.ones(3), torch.ones(3)]
-        await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
-        assert tensors[0].tolist() == [2.0, 2.0, 2.0]
+        assert await sums(groups, 3) == [1.0] * 2
 
 
 async def test_no_message_is_sent_that_would_take_longer_than_the_time_left(monkeypatch):
@@ -161,9 +157,7 @@ async def test_hosts_use_several_lanes_where_the_network_limits_each_connection(
         assert [group.context.config.lanes for group in groups] == [due] * 3
         # Without a partner this rank has measured nothing.
         assert {lane for rank, lane in opened if rank == 2} <= {0}
-        tensors = [torch.full((2_000_000,), float(group.rank())) for group in groups]
-        await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
-        assert all((tensor == 3).all() for tensor in tensors)
+        assert await sums(groups, 2_000_000) == [3.0] * 3
         assert {lane for rank, lane in opened if rank == 2} == set(range(due))
 
 

@@ -24,15 +24,9 @@ from asyncdist.kernel.transport.base import Outgoing
 from asyncdist.kernel.transport.wire_format import DATA, pack_key
 from asyncdist.testing.cluster import run_ranks, world_of
 from tests.support.faults import cancelled_at
+from tests.support.ranks import sums
 
 transports = pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
-
-
-async def sums(groups):
-    """All-reduce the ids of the members, and return the results."""
-    tensors = [torch.tensor([group.endpoint.rank]) for group in groups]
-    await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
-    return [tensor.item() for tensor in tensors]
 
 
 async def regrouped(groups, **options):
@@ -270,31 +264,16 @@ async def test_destroyed_group_does_not_hold_up_the_others():
             part[2].regroup()
 
 
-async def test_group_destroyed_during_regroup_fails_the_waiter():
+@pytest.mark.parametrize(
+    ("end", "reason"), [("close", "rank 0 has destroyed the group"), ("leave", None)], ids=["group", "world"]
+)
+async def test_group_or_world_that_ends_during_regroup_fails_the_waiter(end, reason):
     async with world_of(2) as groups:
         waiting = groups[0].regroup()
-        groups[0].close()
-        with pytest.raises(GroupAbortedError, match="rank 0 has destroyed the group"):
+        getattr(groups[0] if end == "close" else groups[0].world, end)()
+        with pytest.raises(GroupAbortedError, match=reason):
             await waiting
         assert (await groups[1].regroup()).member_ids == (1,)
-
-
-async def test_world_closed_during_regroup_fails_the_waiter():
-    async with world_of(2) as groups:
-        waiting = groups[0].regroup()
-        groups[0].world.leave()
-        with pytest.raises(GroupAbortedError):
-            await waiting
-
-
-async def test_excluded_member_learns_who_excluded_it_and_why():
-    """Rank 0 holds rank 2 lost, but rank 1 does not, and tells it."""
-    async with world_of(3) as groups:
-        groups[0].endpoint.progress.submit(lambda: groups[0].endpoint.lost(2, "no heartbeat"))
-        results = await asyncio.gather(*(group.regroup() for group in groups), return_exceptions=True)
-        assert [group.member_ids for group in results[:2]] == [(0, 1)] * 2
-        assert isinstance(results[2], ExcludedError)
-        assert "go on without rank 2: rank 0 had lost it (no heartbeat)" in str(results[2])
 
 
 async def test_every_member_learns_how_a_loss_was_noticed_and_when_the_peer_was_last_heard():

@@ -9,15 +9,9 @@ import asyncdist
 import asyncdist.sync
 from asyncdist.errors import NotInitializedError, UsageError
 from asyncdist.testing.cluster import world_of
+from tests.support.ranks import sums
 
 APART = asyncdist.GroupMember.NON_GROUP_MEMBER
-
-
-async def sums(groups):
-    """Return the sum of the members' positions in ``groups``, as each of them gets it."""
-    tensors = [torch.tensor([float(position)]) for position in range(len(groups))]
-    await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
-    return {tensor.item() for tensor in tensors}
 
 
 async def test_subgroup_of_a_subgroup_communicates_and_keeps_global_ranks():
@@ -28,7 +22,7 @@ async def test_subgroup_of_a_subgroup_communicates_and_keeps_global_ranks():
         outer = [group.new_group([2, 0], sort_ranks=False) for group in upper[1:]]
         assert outer[1] is APART
         assert outer[0].ranks == outer[2].ranks == (3, 1)
-        assert await sums([outer[0], outer[2]]) == {1.0}
+        assert await sums([outer[0], outer[2]]) == [4.0] * 2
         assert outer[0].rank() == 1
 
 
@@ -45,7 +39,7 @@ async def test_subgroups_divide_a_group():
         assert [(part.ranks, part.name) for part in parts[1:]] == [
             ((2, 3), "later (ranks 2-3 of 'group of ranks 1-3')")
         ] * 2
-        assert await sums(parts[1:]) == {1.0}
+        assert await sums(parts[1:]) == [5.0] * 2
         with pytest.raises(UsageError, match="group_size=2 does not divide the 3 ranks of the group"):
             upper[0].new_subgroups(2)
         with pytest.raises(UsageError, match="the subgroups overlap"):
@@ -57,7 +51,7 @@ async def test_subgroups_divide_a_group():
 async def test_function_and_method_make_the_same_group(monkeypatch):
     async with world_of(2) as groups:
         monkeypatch.setattr("asyncdist.groups.default_world._world", groups[0].world)
-        assert await sums([asyncdist.new_group(), groups[1].new_group()]) == {1.0}
+        assert await sums([asyncdist.new_group(), groups[1].new_group()]) == [1.0] * 2
 
 
 async def test_members_of_a_regrouped_group_make_subgroups_although_they_made_different_ones_before():
@@ -65,7 +59,7 @@ async def test_members_of_a_regrouped_group_make_subgroups_although_they_made_di
         groups[0].new_group([0, 1])
         groups[2].world.leave()
         renewed = await asyncio.gather(*(group.regroup() for group in groups[:2]))
-        assert await sums([group.new_group() for group in renewed]) == {1.0}
+        assert await sums([group.new_group() for group in renewed]) == [1.0] * 2
 
 
 async def test_process_group_makes_subgroups():

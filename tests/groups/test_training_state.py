@@ -85,18 +85,6 @@ async def test_large_tensors_arrive_in_the_memory_of_the_receiver():
         assert equal(content(states[1]), content(states[0]))
 
 
-async def test_training_continues_alike_after_a_transfer():
-    async with world_of(2) as groups:
-        states = [trained(seed, 3) for seed in range(2)]
-        await adopt_all(groups, states)
-        for state in states:
-            torch.manual_seed(9)
-            state.optimizer.zero_grad()
-            state.model(torch.randn(4, 8)).sum().backward()
-            state.optimizer.step()
-        assert equal(content(states[0]), content(states[1]))
-
-
 async def test_receiver_does_not_wait_for_a_source_whose_group_has_failed_before():
     """The source has not seen the versions of all members, and does not come to the group of the transfer."""
     async with world_of(3, timeout=300.0) as groups, asyncio.timeout(60.0):

@@ -1,28 +1,16 @@
-"""Two hosts for tests, which are skipped where this machine cannot make hosts."""
+"""Two hosts for tests, and ranks on them."""
 
 from pathlib import Path
 
 import pytest
 
-from asyncdist.testing.hosts import Hosts, HostsUnavailableError
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call():
-    try:
-        return (yield)
-    except HostsUnavailableError as error:
-        pytest.skip(error.summary)
+from asyncdist.testing.hosts import Hosts
 
 
 @pytest.fixture
 def hosts():
-    """Two hosts, or the reason why the test is skipped."""
-    try:
-        hosts = Hosts()
-    except HostsUnavailableError as error:
-        pytest.skip(error.summary)
-    with hosts:
+    """Two hosts."""
+    with Hosts() as hosts:
         yield hosts
 
 

@@ -1,8 +1,10 @@
 """Networks other than two hosts on a plain link: IPv6 only, interfaces that lead nowhere, small packets, several rates."""
 
+import contextlib
+
 import pytest
 
-from asyncdist.testing.hosts import DEAD_LINK, Hosts, HostsUnavailableError
+from asyncdist.testing.hosts import DEAD_LINK, Hosts
 from tests.hosts.conftest import Job
 
 
@@ -17,18 +19,8 @@ def sums_on(hosts, nursery, where, placed, count=300_000):
 @pytest.fixture
 def network():
     """Return a function that makes hosts, which the end of the test removes."""
-    made = []
-
-    def network(*args, **options):
-        try:
-            made.append(Hosts(*args, **options))
-        except HostsUnavailableError as error:
-            pytest.skip(error.summary)
-        return made[-1]
-
-    yield network
-    for hosts in made:
-        hosts.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(Hosts(*args, **options))
 
 
 def test_ranks_meet_where_there_is_only_ipv6(network, nursery):

@@ -20,13 +20,6 @@ def test_collectives_between_two_hosts(hosts, nursery, tmp_path, placed):
     job.end()
 
 
-def test_rendezvous_at_the_address_of_another_host(hosts, nursery):
-    # No other process uses a port of this test's namespace.
-    job = Job(hosts, nursery, f"tcp://{hosts.addresses[0]}:29500")
-    assert job.all_do("reduced", 3)[0][0] == [10.0]
-    job.end()
-
-
 def test_ranks_of_one_host_in_different_networks_and_folders_share_memory(hosts, nursery, tmp_path):
     """Abstract socket names do not connect network namespaces. No data goes through a network."""
     folders = [tmp_path / "here", tmp_path / "there"]

@@ -1,11 +1,17 @@
 """Fixtures that start real processes as ranks and send them commands."""
 
+import contextlib
 import itertools
+import os
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from asyncdist.errors import UsageError
+from asyncdist.kernel.tracing import desync_report
 
 PROGRAM = Path(__file__).parent / "program_obeys.py"
 ANSWERS_WITHIN = 30.0
@@ -41,6 +47,18 @@ def all_do(ranks, order, *arguments):
     for told in ranks:
         told.tell(order, *arguments)
     return [told.hear() for told in ranks]
+
+
+def two_are_in_it(ranks, dumps):
+    """Let three ranks dump their flight recorders; return whether ranks 0 and 1 wait for rank 2, as the dumps say."""
+    for told in ranks:
+        # A signal that arrives while a rank writes its dump writes no other one.
+        os.kill(told.process.pid, signal.SIGUSR2)
+    # No rank may have written yet, or called anything.
+    with contextlib.suppress(UsageError, IndexError):
+        (records,) = desync_report.read(dumps)
+        standing = desync_report.standings(records)[0]
+        return len(records) == 3 and set(standing.waiting) == {0, 1} and set(standing.behind) == {2}
 
 
 class Job:

@@ -26,6 +26,7 @@ from asyncdist.errors import GroupAbortedError, PeerLostError
 from asyncdist.kernel.engine.direct_calls import DirectCalls
 from asyncdist.kernel.engine.executor import Executor
 from asyncdist.kernel.membership.agreement import AgreementMessage
+from tests.support.resources import mapped_segments
 
 torch.set_num_threads(1)
 
@@ -192,8 +193,7 @@ class Rank:
     def mapped_segments(self):
         """Return how many shared segments, of this process and of peers, this process has mapped."""
         gc.collect()
-        with open("/proc/self/maps") as maps:
-            return sum("memfd:asyncdist" in line for line in maps)
+        return len(mapped_segments())
 
     def hold_interpreter(self, milliseconds):
         """Sleep in a call that does not release the interpreter."""

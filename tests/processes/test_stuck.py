@@ -1,18 +1,16 @@
 """Ranks that hang dump their flight recorders on a signal, or when one of them is killed."""
 
-import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 
 import pytest
 
 from asyncdist.cli.trace import trace
-from asyncdist.errors import UsageError
 from asyncdist.kernel.tracing import desync_report
+from tests.processes.conftest import two_are_in_it
 
 pytestmark = pytest.mark.processes
 
@@ -21,17 +19,7 @@ def test_signal_dump_names_ranks_missing_from_the_call(job, until, tmp_path, fac
     ranks = job.world(3, face, ASYNCDIST_DUMP_DIR=str(tmp_path / "dumps"), ASYNCDIST_DUMP_SIGNAL="USR2")
     for told in ranks[:2]:
         told.tell("barrier", "world")
-
-    def two_are_in_it():
-        for told in ranks:
-            os.kill(told.process.pid, signal.SIGUSR2)
-        # No rank may have written yet, or called anything.
-        with contextlib.suppress(UsageError, IndexError):
-            (records,) = desync_report.read(tmp_path / "dumps")
-            standing = desync_report.standings(records)[0]
-            return len(records) == 3 and set(standing.waiting) == {0, 1} and set(standing.behind) == {2}
-
-    until(two_are_in_it)
+    until(lambda: two_are_in_it(ranks, tmp_path / "dumps"))
     ranks[2].tell("barrier", "world")
     for told in ranks:
         assert told.hear() is None

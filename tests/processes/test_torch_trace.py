@@ -1,15 +1,10 @@
 """torch's analyser of flight recorder files, ``torchfrtrace``, on the dumps of real ranks."""
 
-import contextlib
-import os
-import signal
-
 import pytest
 from click.testing import CliRunner
 
 from asyncdist.cli import main
-from asyncdist.errors import UsageError
-from asyncdist.kernel.tracing import desync_report
+from tests.processes.conftest import two_are_in_it
 
 pytestmark = [
     pytest.mark.processes,
@@ -47,18 +42,7 @@ def test_analyser_names_rank_that_has_not_called(world, all_do, until, tmp_path,
     all_do(world, "all_reduce", "world", 10)
     for told in world[:2]:
         told.tell("all_reduce", "world", 1000)
-
-    def two_are_in_it():
-        # A signal that arrives while a rank writes its dump writes no other one.
-        for told in world:
-            os.kill(told.process.pid, signal.SIGUSR2)
-        # No rank may have written yet, or called anything.
-        with contextlib.suppress(UsageError, IndexError):
-            (records,) = desync_report.read(tmp_path / "dumps")
-            standing = desync_report.standings(records)[0]
-            return len(records) == 3 and set(standing.waiting) == {0, 1} and set(standing.behind) == {2}
-
-    until(two_are_in_it)
+    until(lambda: two_are_in_it(world, tmp_path / "dumps"))
     text = verdict()
     for words in (
         "Not all ranks joining collective, sequence number: 2\n", "group info: world:default_pg\n",

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.collective_cases import CollectiveCase
 
@@ -39,6 +41,14 @@ def on_ranks(size: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def native_of(group: Any) -> Any:
     """Return the native collectives of a group, such as those in shared memory."""
     return group.context.native
+
+
+async def sums(groups: Iterable[Any], count: int = 1) -> list[float]:
+    """All-reduce the ids of the members, ``count`` times in one tensor; return what each member has got."""
+    tensors = {group: torch.full((count,), float(group.endpoint.rank)) for group in groups}
+    await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in tensors.items()))
+    assert all(bool((tensor == tensor[0]).all()) for tensor in tensors.values())
+    return [tensor[0].item() for tensor in tensors.values()]
 
 
 async def run_cases(groups: Sequence[Any], cases: Iterable[CollectiveCase]) -> None:
