@@ -211,10 +211,10 @@ class RemoteModule(ProcessBound):
             return output
         inputs = [leaf for leaf in tree.tree_leaves([list(args), kwargs]) if _needs_gradient(leaf)]
         leaves, structure = tree.tree_flatten(output)
-        call = _RemoteGraph(self._use, graph, self._loop, [leaves[place] for place in positions])
+        owner, outputs = (self._use, graph, self._loop), [leaves[place] for place in positions]
         # The parameters have gradients even if no input has.
         anchor = torch.empty(0, requires_grad=True)
-        joined = _RemoteBackward.apply(call, anchor, *inputs)  # type: ignore[no-untyped-call]
+        joined = _RemoteBackward.apply(owner, outputs, anchor, *inputs)  # type: ignore[no-untyped-call]
         for place, tensor in zip(positions, joined, strict=True):
             leaves[place] = tensor
         return tree.tree_unflatten(leaves, structure)
@@ -299,35 +299,26 @@ async def backward(loss: torch.Tensor, gradient: torch.Tensor | None = None) -> 
     await asyncio.wrap_future(future)
 
 
-@dataclass(eq=False)
-class _RemoteGraph:
-    """The graph of one forward at the owner, from the trainer's side."""
-
-    use: RemoteReference
-    graph: RemoteReference
-    loop: asyncio.AbstractEventLoop
-    outputs: Sequence[torch.Tensor]
-
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Run the backward at the owner, and wait for the gradients of the inputs."""
-        if asyncio._get_running_loop() is self.loop:
-            raise LoopThreadError("backward through a remote module (await rpc.backward(loss) instead)")
-        calling = self.use.call("backward", self.graph, list(gradients))
-        found: list[torch.Tensor | None] = result_on(self.loop, calling)
-        return found
-
-
 class _RemoteBackward(torch.autograd.Function):
-    """Puts the output of a remote module into the graph of the trainer."""
+    """Puts the output of a remote module into the graph of the trainer; ``owner`` has the rest of that graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: _RemoteGraph, anchor: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
+    def forward(
+        ctx: Any,
+        owner: tuple[RemoteReference, RemoteReference, asyncio.AbstractEventLoop],
+        outputs: list[torch.Tensor],
+        anchor: torch.Tensor,
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.owner = owner
         ctx.set_materialize_grads(False)
-        outputs, call.outputs = tuple(call.outputs), ()
-        return outputs
+        return tuple(outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *ctx.call.backward(gradients)
+        use, graph, loop = ctx.owner
+        if asyncio._get_running_loop() is loop:
+            raise LoopThreadError("backward through a remote module (await rpc.backward(loss) instead)")
+        found: list[torch.Tensor | None] = result_on(loop, use.call("backward", graph, list(gradients)))
+        return None, None, None, *found
