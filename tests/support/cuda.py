@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -117,11 +118,11 @@ class PretendDriver:
 
 
 def cuda_ipc_over(
-    made: list[PretendDriver] | None = None, *, kind: type[PretendDriver] = PretendDriver, **keywords: Any
+    made: list[PretendDriver] | None = None, *, kind: Callable[..., Any] = PretendDriver, **keywords: Any
 ) -> type[CudaIpc]:
     """Return CudaIpc over pretended drivers, which are put into ``made``."""
 
-    def make(device: torch.device) -> PretendDriver:
+    def make(device: torch.device) -> Any:
         driver = kind(**keywords)
         if made is not None:
             made.append(driver)

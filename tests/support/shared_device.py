@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from asyncdist_transports.cuda_ipc import CudaIpc
 from asyncdist_transports.cuda_ipc.driver import Allocation
+from tests.support.cuda import cuda_ipc_over
 from tests.support.device_tensors import OnDevice, PretendLending
 
 _NBYTES = 64 << 20
@@ -150,13 +150,7 @@ class SharedLending(PretendLending):
     def __init__(self, transport: str | None) -> None:
         super().__init__(transport)
         self.driver = driver = SharedDriver()
-        self.kinds = [
-            type(
-                "CudaIpcOfTest",
-                (CudaIpc,),
-                {"make_driver": staticmethod(lambda _: driver), "probe": classmethod(lambda _: None)},
-            )
-        ]
+        self.kinds = [cuda_ipc_over(kind=lambda: driver)]
 
     def place(self, tensor: torch.Tensor, kind: str) -> torch.Tensor:
         self.num_from_host += 1
