@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -32,6 +33,13 @@ from typing import Any, Self
 
 PATIENCE = 60.0
 """The default of seconds after which waiting for a rank is an error. No test needs as many."""
+
+
+def _runs(task: Path) -> bool:
+    try:
+        return task.read_bytes().rpartition(b") ")[2][:1] not in b"TtZX"
+    except (FileNotFoundError, ProcessLookupError):  # the thread has ended
+        return False
 
 
 class RankEndedError(AssertionError):
@@ -74,8 +82,10 @@ class RankProcess:
         os.kill(self.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """Stop the rank with SIGSTOP, like a suspended machine."""
+        """Stop the rank with SIGSTOP, like a suspended machine, and return when none of its threads runs any more."""
         os.kill(self.pid, signal.SIGSTOP)
+        while any(_runs(task) for task in Path(f"/proc/{self.pid}/task").glob("*/stat")):
+            time.sleep(0.001)
 
     def resume(self) -> None:
         """Continue a stopped rank with SIGCONT."""
