@@ -297,8 +297,14 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
     # -- starting -----------------------------------------------------------------------------
 
     def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
+        return self._begin(name, plan, tensors, result, options) or completed(result[0], self.endpoint.progress)
+
+    def _begin(
+        self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions
+    ) -> Work | None:
         endpoint, channel = self.endpoint, self.channel
         background, timeout, limit = options.get("background", True), options.get("timeout"), self.timeout
+        value, outputs, writes = result
         if timeout is not None or self._closed or (not background and _get_running_loop() is not None):
             limit = self._limit(name, background, timeout)
         # The number is taken last: a call that one rank refuses must not shift the numbers of that rank.
@@ -315,12 +321,12 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
             if call is not None:
                 rest = endpoint.progress.attempt(call, number, tensors, channel, wait, plan.polls, not background)
                 if rest is None:
-                    value = finish_call(*result)
+                    finish_call(value, outputs, writes)
                     if entry is None:
                         self._record((self.name, name, number, plan.fingerprint, plan.nbytes, issued, perf_counter()))
                     elif entry.finish():
                         entry.run_hooks()
-                    return completed(value, endpoint.progress)
+                    return None
                 parts = (rest,)
         # An operation that raises the error makes the group fail and notifies the peers.
         except Exception as cause:

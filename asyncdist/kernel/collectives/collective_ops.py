@@ -157,6 +157,12 @@ class CollectiveOps(ABC):
     def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
         """Start a collective with contiguous tensors; ``finish_call(*result)`` ends it and returns its value."""
 
+    def _begin(
+        self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions
+    ) -> Work | None:
+        """Start as `_run` does; return no work of a call that is complete."""
+        return self._run(name, plan, tensors, result, options)
+
     def _run_plan(self, name: str, make: PlanOf, arguments: tuple[Any, ...], options: CallOptions) -> Work:
         """Start the collective over links that ``make(context, *arguments)`` plans."""
         raise UnsupportedError(f"{name} does not support such tensors on {self._device}: move them with .cpu() first")
