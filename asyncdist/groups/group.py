@@ -36,7 +36,7 @@ from asyncdist.kernel.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.kernel.collectives.object_ops import ObjectOps
 from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.kernel.engine.operation import Channel, Plan, PlanOf
-from asyncdist.kernel.engine.work import Work, completed
+from asyncdist.kernel.engine.work import DONE, Work, completed
 from asyncdist.kernel.memory.buffers import Scratch
 from asyncdist.kernel.memory.registered import T, register
 from asyncdist.kernel.memory.torch_compile import excluded_from_compile
@@ -296,12 +296,9 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
 
     # -- starting -----------------------------------------------------------------------------
 
-    def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
-        return self._begin(name, plan, tensors, result, options) or completed(result[0], self.endpoint.progress)
-
-    def _begin(
-        self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions
-    ) -> Work | None:
+    def _run(
+        self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions, work: bool = True
+    ) -> Work:
         endpoint, channel = self.endpoint, self.channel
         background, timeout, limit = options.get("background", True), options.get("timeout"), self.timeout
         value, outputs, writes = result
@@ -326,7 +323,7 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
                         self._record((self.name, name, number, plan.fingerprint, plan.nbytes, issued, perf_counter()))
                     elif entry.finish():
                         entry.run_hooks()
-                    return None
+                    return completed(value, endpoint.progress) if work else DONE
                 parts = (rest,)
         # An operation that raises the error makes the group fail and notifies the peers.
         except Exception as cause:

@@ -86,17 +86,15 @@ class PersistentCollective(ProcessBound, Generic[T]):
             UsageError: The call before has not completed, `free` was called, or a tensor has other memory than before.
             NotInitializedError: The group was destroyed, or its members have regrouped.
         """
-        work = self._begin(self._owner._run, {} if timeout is None else {"timeout": timeout})
-        assert work is not None
-        return work
+        return self._begin({} if timeout is None else {"timeout": timeout}, True)
 
     def run(self, *, timeout: Timeout = None) -> T:
         """Start the collective, block until it is complete, and return its value. Raises what `start` and its work do."""
         options = _BLOCKING if timeout is None else CallOptions(background=False, timeout=timeout)
-        work = self._begin(self._owner._begin, options)
-        return self._value if work is None else work.result()
+        work = self._begin(options, False)
+        return self._value if work.is_success() else work.result()
 
-    def _begin(self, start: Callable[..., Work[T] | None], options: CallOptions) -> Work[T] | None:
+    def _begin(self, options: CallOptions, wants_work: bool) -> Work[T]:
         # Looked up here too, because `leave_user_modes` would cost each call a Python frame.
         uses_modes = count_dispatch_modes() or innermost_transform() is not None or forward_ad_level() >= 0
         left = leave_user_modes() if uses_modes else None
@@ -115,7 +113,7 @@ class PersistentCollective(ProcessBound, Generic[T]):
                 # A storage may become smaller where it is.
                 if tensor.data_ptr() != address or storage.nbytes() != nbytes:
                     raise UsageError(_CHANGED)
-            work = self._pending = start(self.op, self._plan, values, result, options)
+            work = self._pending = self._owner._run(self.op, self._plan, values, result, options, wants_work)
         except UsageError as error:
             self._owner._refused(self.op, error)
             raise
@@ -178,7 +176,9 @@ class Preparing(CollectiveOps):
         self._given = tensors
         return super()._call(name, prepare, tensors, *rest, **how)
 
-    def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
+    def _run(
+        self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions, work: bool = True
+    ) -> Work:
         _, _, writes = result
         call: PersistentCollective[Any] = PersistentCollective(self._owner, name, plan, self._given, tensors, writes)
         group = self._group

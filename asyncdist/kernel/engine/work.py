@@ -441,6 +441,10 @@ def completed(value: Any = None, progress: Progress | None = None) -> Work:
     return work
 
 
+DONE: Work[Any] = completed()
+"""The work of any call that is complete and whose caller needs no value."""
+
+
 def joined(works: Sequence[Work]) -> Work[list[Any]]:
     """Return a work that completes when all ``works`` are complete.
 
