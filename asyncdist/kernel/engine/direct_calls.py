@@ -1,10 +1,10 @@
 """Runs a collective over links in the calling thread, without an operation.
 
 `DirectCalls.begin` begins a schedule over links as a native call begins (`asyncdist.kernel.transport.native`): it sends the
-messages of a step itself, and reads those that the step receives straight from the peers' connections. Only a call that
-has to wait becomes a generator. So `Progress.attempt` runs it like a call in shared memory. If the attempt ends before the
-call is complete, an operation continues the same generator, which then yields the rest of its step to the executor, and
-every later step as it is.
+messages of a step itself, reads those that the step receives straight from the peers' connections, and yields only to
+wait. So `Progress.attempt` runs it like a call in shared memory. If the attempt ends before the call is complete, an
+operation continues the same generator, which then yields the rest of its step to the executor, and every later step as it
+is.
 
 The attempt ends at anything unusual: a peer without a link, a message that does not leave at once, bytes that are not the
 expected message, the end of a connection, a failed group, another thread that needs the lock, or time. Nothing is lost
@@ -13,8 +13,7 @@ then: bytes that were read are read again, and a message that has left in part i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncdist.kernel.algorithms.schedule import END_ATTEMPT, Action, Combine, Recv, Reduce, Schedule, Send
@@ -108,70 +107,50 @@ class DirectCalls:
         self._links, self._inboxes, self._operations = host.links, host.inboxes, host.operations
         self._checker, self._scratch, self.waiting = checker, scratch, waiting
 
-    def begin(
-        self, schedule: Schedule, channel: Channel, number: int, fingerprint: int, fold: Fold | None, spins: bool
-    ) -> Schedule | None:
+    def begin(self, *call: Any) -> Schedule | None:
         """Run the only part of a collective until it waits; return the schedule of the rest, None if it is complete.
+
+        Args:
+            call: The arguments of `_run`.
+        """
+        rest = self._run(*call)
+        for first in rest:
+            return _resumed(first, rest)
+        return None
+
+    def _run(
+        self, schedule: Schedule, channel: Channel, number: int, fingerprint: int, fold: Fold | None, spins: bool
+    ) -> Schedule:
+        """Run the only part of a collective directly, or in an operation.
 
         Args:
             fold: Does the arithmetic of Reduce and Combine.
             spins: Whether the attempt waits for peers without sleeping.
         """
+        operations, early_calls, scratch = self._operations, self._checker.early_calls, self._scratch
         # The first 12 bytes of the keys of the messages.
         key = channel.prefix + (number & _NUMBERS).to_bytes(4, "little")
-        early_calls, tries = self._checker.early_calls, _TRIES if spins else 1
-        if key in self._operations:
-            return self._run(schedule, channel, key, fingerprint, fold, tries)
+        tries = _TRIES if spins else 1
         if early_calls and self._differs(channel, key, fingerprint):
-            return _failed()
+            yield END_ATTEMPT
         for step in schedule:
-            if isinstance(step, int) or not step:
-                return self._run(chain((step,), schedule), channel, key, fingerprint, fold, tries)
-            direct, waiting, rest = self._perform(step, channel, key, fingerprint, fold, tries)
-            if waiting or rest:
-                return self._run(schedule, channel, key, fingerprint, fold, tries, (direct, waiting, rest))
-            if direct.borrows:
-                direct.give_scratch(self._scratch)
-        # A peer whose message no step has received may have made another call.
-        return _failed() if early_calls and self._differs(channel, key, fingerprint) else None
-
-    def _run(
-        self,
-        schedule: Iterable[Any],
-        channel: Channel,
-        key: bytes,
-        fingerprint: int,
-        fold: Fold | None,
-        tries: int,
-        begun: tuple[DirectStep, Sequence[_Message], list[Any]] | None = None,
-    ) -> Schedule:
-        """Complete a step that has begun, and run the rest of the schedule directly, or in an operation."""
-        for step in chain(() if begun is None else (begun[0],), schedule):
-            if begun is None:
-                if key in self._operations or isinstance(step, int) or not step:
-                    yield step
-                    continue
-                begun = self._perform(step, channel, key, fingerprint, fold, tries)
-            direct, waiting, rest = begun
+            if key in operations or isinstance(step, int) or not step:
+                yield step
+                continue
+            direct = step if type(step) is DirectStep else DirectStep(step)
+            if direct.receives is None:
+                direct.prepare(channel.members, fingerprint, scratch, recorded=direct is step)
+            elif direct.borrows:
+                direct.take_scratch(scratch)
+            rest = self._begin(direct, key, fold)
+            waiting = self._receive(direct.receives, rest, key, fold, tries) if direct.receives else ()
             if waiting or rest:
                 yield from self._wait(waiting, rest, key, fold, tries)
             if direct.borrows:
-                direct.give_scratch(self._scratch)
-            begun = None
-        if self._checker.early_calls and key not in self._operations and self._differs(channel, key, fingerprint):
+                direct.give_scratch(scratch)
+        # A peer whose message no step has received may have made another call.
+        if early_calls and key not in operations and self._differs(channel, key, fingerprint):
             yield END_ATTEMPT
-
-    def _perform(
-        self, step: Any, channel: Channel, key: bytes, fingerprint: int, fold: Fold | None, tries: int
-    ) -> tuple[DirectStep, Sequence[_Message], list[Any]]:
-        """Do what does not wait of a step; return the messages that have not arrived, and what needs an operation."""
-        direct = step if type(step) is DirectStep else DirectStep(step)
-        if direct.receives is None:
-            direct.prepare(channel.members, fingerprint, self._scratch, recorded=direct is step)
-        elif direct.borrows:
-            direct.take_scratch(self._scratch)
-        rest = self._begin(direct, key, fold)
-        return direct, self._receive(direct.receives, rest, key, fold, tries) if direct.receives else (), rest
 
     def _differs(self, channel: Channel, key: bytes, fingerprint: int) -> bool:
         """Compare a call with those that peers have made before; return whether the group has failed."""
@@ -243,6 +222,7 @@ class DirectCalls:
         return sum(source.taken for source in sources if source is not None)
 
 
-def _failed() -> Schedule:
-    """Return the schedule of a call whose group has failed: only an operation has the error."""
-    yield END_ATTEMPT
+def _resumed(first: Any, rest: Schedule) -> Schedule:
+    """Return a schedule that has been run until it has yielded ``first``."""
+    yield first
+    yield from rest
