@@ -96,9 +96,11 @@ class DebugGroup(Group):
         work = super()._call(name, prepare, tensors, options, arguments, writes=writes)
         return self._tracked(work, name, options)
 
-    def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
+    def _run(
+        self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions, work: bool = True
+    ) -> Work:
         # A persistent collective comes here without `_call`.
-        return self._tracked(super()._run(name, plan, tensors, result, options), name, options)
+        return self._tracked(super()._run(name, plan, tensors, result, options, work), name, options)
 
     def _run_plan(
         self, name: str, make: PlanOf, arguments: tuple[Any, ...], options: CallOptions, tag: int | None = None

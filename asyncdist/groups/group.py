@@ -36,7 +36,7 @@ from asyncdist.kernel.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.kernel.collectives.object_ops import ObjectOps
 from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.kernel.engine.operation import Channel, Plan, PlanOf
-from asyncdist.kernel.engine.work import Work, completed
+from asyncdist.kernel.engine.work import DONE, Work, completed
 from asyncdist.kernel.memory.buffers import Scratch
 from asyncdist.kernel.memory.registered import T, register
 from asyncdist.kernel.memory.torch_compile import excluded_from_compile
@@ -296,9 +296,12 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
 
     # -- starting -----------------------------------------------------------------------------
 
-    def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
+    def _run(
+        self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions, work: bool = True
+    ) -> Work:
         endpoint, channel = self.endpoint, self.channel
         background, timeout, limit = options.get("background", True), options.get("timeout"), self.timeout
+        value, outputs, writes = result
         if timeout is not None or self._closed or (not background and _get_running_loop() is not None):
             limit = self._limit(name, background, timeout)
         # The number is taken last: a call that one rank refuses must not shift the numbers of that rank.
@@ -315,12 +318,12 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
             if call is not None:
                 rest = endpoint.progress.attempt(call, number, tensors, channel, wait, plan.polls, not background)
                 if rest is None:
-                    value = finish_call(*result)
+                    finish_call(value, outputs, writes)
                     if entry is None:
                         self._record((self.name, name, number, plan.fingerprint, plan.nbytes, issued, perf_counter()))
                     elif entry.finish():
                         entry.run_hooks()
-                    return completed(value, endpoint.progress)
+                    return completed(value, endpoint.progress) if work else DONE
                 parts = (rest,)
         # An operation that raises the error makes the group fail and notifies the peers.
         except Exception as cause:

@@ -29,6 +29,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., Any])
 
+_BLOCKING: CallOptions = {"background": False}
 _CHANGED = "a tensor has another memory or shape than when the call was prepared: prepare it again on all ranks"
 
 
@@ -56,13 +57,14 @@ class PersistentCollective(ProcessBound, Generic[T]):
         self, owner: CollectiveOps, op: str, plan: CallPlan, tensors: Sequence[Any], values: Sequence[Any], writes: bool
     ) -> None:
         self.op = op
-        self._owner, self._plan, self._writes = owner, plan, writes
+        self._owner, self._writes = owner, writes
         # The caller may change its lists, and the shapes of its tensors.
         self._tensors: Sequence[Any] | None = [list(each) if isinstance(each, list) else each for each in tensors]
         self._value: Any = self._tensors[0] if tensors else None
         self._result: Result = (self._value, (), writes)
         self._is_contiguous = values is tensors
         self._aliases = _each(torch.Tensor.detach, self._tensors) if self._is_contiguous else ()
+        self._plan = plan.kept(owner.context.native, self._aliases) if self._is_contiguous else plan
         self._forms = None if self._is_contiguous else cache_key((), values, contiguous=True)
         self._memory = [
             (tensor, storage := tensor.untyped_storage(), tensor.data_ptr(), storage.nbytes())
@@ -84,14 +86,15 @@ class PersistentCollective(ProcessBound, Generic[T]):
             UsageError: The call before has not completed, `free` was called, or a tensor has other memory than before.
             NotInitializedError: The group was destroyed, or its members have regrouped.
         """
-        return self._begin({"timeout": timeout})
+        return self._begin({} if timeout is None else {"timeout": timeout}, True)
 
     def run(self, *, timeout: Timeout = None) -> T:
         """Start the collective, block until it is complete, and return its value. Raises what `start` and its work do."""
-        work = self._begin({"background": False, "timeout": timeout})
+        options = _BLOCKING if timeout is None else CallOptions(background=False, timeout=timeout)
+        work = self._begin(options, False)
         return self._value if work.is_success() else work.result()
 
-    def _begin(self, options: CallOptions) -> Work[T]:
+    def _begin(self, options: CallOptions, wants_work: bool) -> Work[T]:
         # Looked up here too, because `leave_user_modes` would cost each call a Python frame.
         uses_modes = count_dispatch_modes() or innermost_transform() is not None or forward_ad_level() >= 0
         left = leave_user_modes() if uses_modes else None
@@ -110,7 +113,7 @@ class PersistentCollective(ProcessBound, Generic[T]):
                 # A storage may become smaller where it is.
                 if tensor.data_ptr() != address or storage.nbytes() != nbytes:
                     raise UsageError(_CHANGED)
-            work = self._pending = self._owner._run(self.op, self._plan, values, result, options)
+            work = self._pending = self._owner._run(self.op, self._plan, values, result, options, wants_work)
         except UsageError as error:
             self._owner._refused(self.op, error)
             raise
@@ -173,7 +176,9 @@ class Preparing(CollectiveOps):
         self._given = tensors
         return super()._call(name, prepare, tensors, *rest, **how)
 
-    def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
+    def _run(
+        self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions, work: bool = True
+    ) -> Work:
         _, _, writes = result
         call: PersistentCollective[Any] = PersistentCollective(self._owner, name, plan, self._given, tensors, writes)
         group = self._group

@@ -154,8 +154,13 @@ class CollectiveOps(ABC):
                 left.close()
 
     @abstractmethod
-    def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
-        """Start a collective with contiguous tensors; ``finish_call(*result)`` ends it and returns its value."""
+    def _run(
+        self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions, work: bool = True
+    ) -> Work:
+        """Start a collective with contiguous tensors; ``finish_call(*result)`` ends it and returns its value.
+
+        Without ``work`` a call that is complete may return `DONE`.
+        """
 
     def _run_plan(self, name: str, make: PlanOf, arguments: tuple[Any, ...], options: CallOptions) -> Work:
         """Start the collective over links that ``make(context, *arguments)`` plans."""

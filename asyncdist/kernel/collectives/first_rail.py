@@ -135,7 +135,7 @@ class FirstRailCollectives:
         def exchange(data: Memory, scratch: Memory) -> Schedule:
             return among(layout.rail(0), _reduce_by(algorithm, layout.node, self._hosts, data, scratch))
 
-        recorded = RecordedCall([exchange if layout.place == 0 else _nothing], [own.tensor, own.tensor], kernels.fold)
+        recorded = RecordedCall([exchange if layout.place == 0 else _nothing], [own.tensor, own.tensor], kernels)
         return self._reductions.add((call, own.count), self._around(recorded, call, own, memory, kernels))
 
     def _around(

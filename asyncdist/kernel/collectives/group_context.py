@@ -17,7 +17,7 @@ from asyncdist.kernel.collectives.call_plan import Arrange, LinkPlan, MemoryPlan
 from asyncdist.kernel.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.kernel.collectives.recorded import Form, Record, RecordedCall
 from asyncdist.kernel.memory.buffers import Memory, Scratch, TensorBlocks, dtype_number
-from asyncdist.kernel.memory.reduce_kernels import Fold
+from asyncdist.kernel.memory.reduce_kernels import Arithmetic, Fold
 from asyncdist.kernel.transport.native import CallSignature, Native
 from asyncdist.kernel.transport.wire_format import Fingerprint, shape_checksum
 
@@ -110,13 +110,14 @@ class GroupContext:
         nbytes: int,
         records: Sequence[Record],
         arguments: Sequence[Any],
-        fold: Fold | None = None,
+        kernels: Arithmetic | None = None,
         *,
         scratch: Sequence[Form] = (),
         arrange: Arrange | None = None,
     ) -> LinkPlan:
         """Return the plan of a call over links whose steps are recorded; see `RecordedCall`."""
-        recorded = RecordedCall(records, arguments, fold, scratch, self.scratch)
+        recorded = RecordedCall(records, arguments, kernels, scratch, self.scratch)
+        fold = None if kernels is None else kernels.fold
         return self.in_parts(call, nbytes, recorded.schedules, fold, arrange=arrange)
 
     def in_parts(

@@ -7,7 +7,8 @@ their bytes. The content of long tensors, arrays and bytes follows, from and to 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Generator, MutableSequence, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from asyncdist.kernel.collectives.arguments import list_of
 from asyncdist.kernel.collectives.group_context import GroupContext
 from asyncdist.kernel.collectives.validation import check_length
 from asyncdist.kernel.engine.operation import Plan, RecvAny
-from asyncdist.kernel.memory.buffers import NOTHING, Memory, OutputTensor, TensorBlocks, dtype_number, input_memory
+from asyncdist.kernel.memory.buffers import NOTHING, Memory, OutputTensor, dtype_number, input_memory
 from asyncdist.kernel.memory.serialization import Beside, copy_of, pack, unpack
 from asyncdist.kernel.transport.wire_format import Fingerprint
 
@@ -87,8 +88,8 @@ class _Parcel:
 
     is_own = False
 
-    def __init__(self, sizes: torch.Tensor | None = None) -> None:
-        self.sizes = Memory(torch.zeros(2, dtype=torch.int64, device="cpu") if sizes is None else sizes)
+    def __init__(self) -> None:
+        self.sizes = Memory(torch.zeros(2, dtype=torch.int64, device="cpu"))
         self.head = NOTHING
         self.buffers: list[Memory] = []
 
@@ -136,56 +137,57 @@ def _blob(nbytes: int) -> Memory:
     return Memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
 
-def _parcels(group: GroupContext, own: _Parcel) -> tuple[Memory, list[_Parcel]]:
-    """Return room for the sizes of all ranks' objects as one memory, and the objects with it."""
-    sizes = torch.zeros(2 * group.size, dtype=torch.int64, device="cpu")
-    sizes[2 * group.rank : 2 * group.rank + 2] = own.sizes.tensor
-    own.sizes = Memory(sizes[2 * group.rank : 2 * group.rank + 2])
-    parcels = [_Parcel(sizes[2 * rank : 2 * rank + 2]) for rank in range(group.size)]
-    parcels[group.rank] = own
-    return Memory(sizes), parcels
-
-
-def _rounds(parcels: Sequence[_Parcel], absent: Memory | None) -> Iterator[list[Memory | None]]:
-    """Yield the first buffer of each object, then the second, and so on."""
-    return map(list, itertools.zip_longest(*[parcel.buffers for parcel in parcels], fillvalue=absent))
-
-
 def _check_list(name: str, output: object) -> None:
     """Raise UsageError if ``output`` is given and cannot receive objects."""
     if output is not None and not isinstance(output, MutableSequence):
         raise UsageError(f"{name} is a list, into which the received objects are written, not {output!r}")
 
 
+Move = Callable[[Sequence[Any]], Schedule]
+"""Moves one memory of each parcel; None stands for one that a parcel does not have."""
+
+
 def _object_plan(
-    collective: Collective, part: ReceivingSchedule, finish: Callable[[], Any], root: int | None = None
+    collective: Collective,
+    parcels: Sequence[_Parcel],
+    move: Move,
+    finish: Callable[[], Any],
+    root: int | None = None,
+    *,
+    move_sizes: Move | None = None,
+    absent: Memory | None = None,
 ) -> Plan:
+    """Move the parcels: their sizes, their heads, the first buffer of each, then the second, and so on."""
+
+    def part() -> Schedule:
+        yield from (move_sizes or move)([parcel.sizes for parcel in parcels])
+        for parcel in parcels:
+            parcel.expect_head()
+        yield from move([parcel.head for parcel in parcels])
+        for parcel in parcels:
+            parcel.expect_buffers()
+        for buffers in itertools.zip_longest(*[parcel.buffers for parcel in parcels], fillvalue=absent):
+            yield from move(buffers)
+
     fingerprint = Fingerprint(collective, root=0 if root is None else root + 1).pack()
-    return Plan((part,), fingerprint, None, finish)
+    return Plan((part(),), fingerprint, None, finish)
 
 
 def all_gather_object(group: GroupContext, output: list[Any], value: Any, weights_only: bool) -> Plan:
     """Gather every rank's object into every rank's list."""
     _check_list("the output list", output)
     check_length(output, group.size, "the output list")
-    rank, size = group.rank, group.size
-    sizes, parcels = _parcels(group, _Parcel.of(group, value, weights_only))
-
-    def part() -> Schedule:
-        yield from pairwise.all_gather(rank, size, TensorBlocks.split(sizes, size))
-        for parcel in parcels:
-            parcel.expect_head()
-        yield from ring.all_gather(rank, size, [parcel.head for parcel in parcels])
-        for parcel in parcels:
-            parcel.expect_buffers()
-        for buffers in _rounds(parcels, NOTHING):
-            yield from ring.all_gather(rank, size, buffers)
+    parcels = [_Parcel() for _ in range(group.size)]
+    parcels[group.rank] = _Parcel.of(group, value, weights_only)
 
     def finish() -> Any:
         output[:] = [parcel.value(group, weights_only) for parcel in parcels]
         return output
 
-    return _object_plan(Collective.all_gather_object, part(), finish)
+    return _object_plan(
+        Collective.all_gather_object, parcels, partial(ring.all_gather, group.rank, group.size), finish,
+        move_sizes=partial(pairwise.all_gather, group.rank, group.size), absent=NOTHING,
+    )  # fmt: skip
 
 
 def gather_object(group: GroupContext, value: Any, output: list[Any] | None, root: int, weights_only: bool) -> Plan:
@@ -194,26 +196,18 @@ def gather_object(group: GroupContext, value: Any, output: list[Any] | None, roo
     if at_root:
         _check_list("object_gather_list", output)
         check_length(output, group.size, "object_gather_list on the destination rank")
-    rank, size = group.rank, group.size
-    own = _Parcel.of(group, value, weights_only)
-    sizes, parcels = _parcels(group, own) if at_root else (NOTHING, [own])
-
-    def part() -> Schedule:
-        yield from pairwise.gather(rank, size, root, own.sizes, TensorBlocks.split(sizes, size))
-        for parcel in parcels:
-            parcel.expect_head()
-        yield from pairwise.gather(rank, size, root, own.head, [parcel.head for parcel in parcels])
-        for parcel in parcels:
-            parcel.expect_buffers()
-        for buffers in _rounds(parcels, None):
-            yield from pairwise.gather(rank, size, root, buffers[0], buffers)
+    parcels = [_Parcel() for _ in range(group.size if at_root else 1)]
+    parcels[root if at_root else 0] = _Parcel.of(group, value, weights_only)
 
     def finish() -> Any:
         if at_root and output is not None:
             output[:] = [parcel.value(group, weights_only) for parcel in parcels]
         return output
 
-    return _object_plan(Collective.gather_object, part(), finish, root)
+    def move(memories: Sequence[Any]) -> Schedule:
+        return pairwise.gather(group.rank, group.size, root, memories[0], memories)
+
+    return _object_plan(Collective.gather_object, parcels, move, finish, root)
 
 
 def scatter_objects(
@@ -224,44 +218,27 @@ def scatter_objects(
     _check_list("scatter_object_output_list", output)
     if not output:
         raise UsageError("scatter_object_output_list needs room for one object: pass a list of length 1 or more")
-    rank, size = group.rank, group.size
-    at_root = rank == root
-    parcels: list[_Parcel] = []
-    if at_root:
-        check_length(values, size, "scatter_object_input_list on the source rank")
-        parcels = [_Parcel.of(group, value, weights_only) for value in values or ()]
-    own = parcels[root] if at_root else _Parcel()
-
-    def part() -> Schedule:
-        yield from pairwise.scatter(rank, size, root, own.sizes, [parcel.sizes for parcel in parcels])
-        own.expect_head()
-        yield from pairwise.scatter(rank, size, root, own.head, [parcel.head for parcel in parcels])
-        own.expect_buffers()
-        for buffers in _rounds(parcels if at_root else [own], None):
-            yield from pairwise.scatter(rank, size, root, buffers[0], buffers)
+    parcels, own = [_Parcel()], 0
+    if group.rank == root:
+        check_length(values, group.size, "scatter_object_input_list on the source rank")
+        parcels, own = [_Parcel.of(group, value, weights_only) for value in values or ()], root
 
     def finish() -> Any:
-        output[0] = own.value(group, weights_only)
+        output[0] = parcels[own].value(group, weights_only)
         return output
 
-    return _object_plan(Collective.scatter_object_list, part(), finish, root)
+    def move(memories: Sequence[Any]) -> Schedule:
+        return pairwise.scatter(group.rank, group.size, root, memories[0], memories)
+
+    return _object_plan(Collective.scatter_object_list, parcels, move, finish, root)
 
 
 def broadcast_objects(group: GroupContext, values: list[Any], root: int, weights_only: bool) -> Plan:
     """Replace every rank's list of objects by the root's; all lists have one length."""
     group.peer(root, "src")
     _check_list("object_list", values)
-    rank, size = group.rank, group.size
-    at_root = rank == root
+    at_root = group.rank == root
     parcel = _Parcel.of(group, list(values), weights_only) if at_root else _Parcel()
-
-    def part() -> Schedule:
-        yield from tree.broadcast(rank, size, root, parcel.sizes)
-        parcel.expect_head()
-        yield from tree.broadcast(rank, size, root, parcel.head)
-        parcel.expect_buffers()
-        for buffer in parcel.buffers:
-            yield from tree.broadcast(rank, size, root, buffer)
 
     def finish() -> Any:
         if not at_root:
@@ -273,7 +250,10 @@ def broadcast_objects(group: GroupContext, values: list[Any], root: int, weights
             values[:] = objects
         return values
 
-    return _object_plan(Collective.broadcast_object_list, part(), finish, root)
+    def move(memories: Sequence[Any]) -> Schedule:
+        return tree.broadcast(group.rank, group.size, root, memories[0])
+
+    return _object_plan(Collective.broadcast_object_list, [parcel], move, finish, root)
 
 
 # Each part is one step, so that concurrent messages with one tag keep their order.

@@ -77,7 +77,7 @@ def all_reduce(group: GroupContext, tensor: Any, op: Any) -> CallPlan:
     steps = partial(_all_reduce_steps, group, kernels, algorithm)
     records = [partial(steps, lane) for lane in group.lanes(nbytes // group.size)]
     scratch = [(tensor.numel(), dtype)] if algorithm == "doubling" else ()
-    return group.recorded(call, nbytes, records, [tensor], kernels.fold, scratch=scratch, arrange=arrange)
+    return group.recorded(call, nbytes, records, [tensor], kernels, scratch=scratch, arrange=arrange)
 
 
 def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> CallPlan:
@@ -114,7 +114,7 @@ def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> CallPlan
         ]
         scratch = [(count if name == "doubling" else 0, dtype) for count, name in zip(counts, names, strict=True)]
         arguments = tensors if len(tensors) == 1 else [tensors]
-        return group.recorded(call, nbytes, records, arguments, kernels.fold, scratch=scratch, arrange=arrange)
+        return group.recorded(call, nbytes, records, arguments, kernels, scratch=scratch, arrange=arrange)
 
     wide = [_all_reduce_wide(group, kernels, count * dtype.itemsize, dtype) for count in counts]
 
@@ -209,7 +209,7 @@ def reduce(group: GroupContext, tensor: Any, root: int, op: Any) -> CallPlan:
     if in_tree and not kernels.widens and tensor.numel() <= _SEGMENT_COUNT:
         record = partial(_recorded_reduce, group, root, kernels)
         scratch = () if at_root else [(tensor.numel(), dtype)]
-        return group.recorded(call, nbytes, [record], [tensor], kernels.fold, scratch=scratch, arrange=arrange)
+        return group.recorded(call, nbytes, [record], [tensor], kernels, scratch=scratch, arrange=arrange)
     run = _reduce_tree if in_tree else _reduce_scattered
 
     def segment_parts(tensor: torch.Tensor) -> Iterable[Schedule]:
@@ -296,7 +296,7 @@ def _reduce_scatter(group: GroupContext, output: Any, inputs: Any, blocks: Any, 
         arguments = [output, inputs if arrange is None else list(blocks)]
         lanes = group.lanes(max(counts) * dtype.itemsize)
         records = [partial(_reduce_scatter_steps, group, counts, kernels, lane) for lane in lanes]
-        return group.recorded(call, nbytes, records, arguments, kernels.fold, arrange=arrange)
+        return group.recorded(call, nbytes, records, arguments, kernels, arrange=arrange)
 
     def parts(output: torch.Tensor, inputs: Any) -> Iterable[Schedule]:
         memory = flat_memory(output)

@@ -130,7 +130,9 @@ class DeviceGroup(CollectiveOps):
     def _group_for(self, value: Any) -> DeviceGroup:
         return self
 
-    def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
+    def _run(
+        self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions, work: bool = True
+    ) -> Work:
         inline = self._backend is not None and not self._backend.blocks
         finish = functools.partial(finish_call, *result)
         started = Plan(fingerprint=plan.fingerprint, finish=finish, nbytes=plan.nbytes)

@@ -1,10 +1,10 @@
 """Runs a collective over links in the calling thread, without an operation.
 
-`DirectCalls.run` turns a schedule over links into one that runs as a native schedule does
-(`asyncdist.kernel.transport.native`): it sends the messages of a step itself, reads those that the step receives straight
-from the peers' connections, and yields only to wait. So `Progress.attempt` runs it like a call in shared memory. If the
-attempt ends before the call is complete, an operation continues the same generator, which then yields the rest of its step
-to the executor, and every later step as it is.
+`DirectCalls.begin` begins a schedule over links as a native call begins (`asyncdist.kernel.transport.native`): it sends the
+messages of a step itself, reads those that the step receives straight from the peers' connections, and yields only to
+wait. So `Progress.attempt` runs it like a call in shared memory. If the attempt ends before the call is complete, an
+operation continues the same generator, which then yields the rest of its step to the executor, and every later step as it
+is.
 
 The attempt ends at anything unusual: a peer without a link, a message that does not leave at once, bytes that are not the
 expected message, the end of a connection, a failed group, another thread that needs the lock, or time. Nothing is lost
@@ -107,10 +107,21 @@ class DirectCalls:
         self._links, self._inboxes, self._operations = host.links, host.inboxes, host.operations
         self._checker, self._scratch, self.waiting = checker, scratch, waiting
 
-    def run(
+    def begin(self, *call: Any) -> Schedule | None:
+        """Run the only part of a collective until it waits; return the schedule of the rest, None if it is complete.
+
+        Args:
+            call: The arguments of `_run`.
+        """
+        rest = self._run(*call)
+        for first in rest:
+            return _resumed(first, rest)
+        return None
+
+    def _run(
         self, schedule: Schedule, channel: Channel, number: int, fingerprint: int, fold: Fold | None, spins: bool
     ) -> Schedule:
-        """Return the schedule that runs the only part of a collective directly, or in an operation.
+        """Run the only part of a collective directly, or in an operation.
 
         Args:
             fold: Does the arithmetic of Reduce and Combine.
@@ -209,3 +220,9 @@ class DirectCalls:
         """Return how many bytes of messages that are incomplete have arrived."""
         sources = [inbox.source for each in messages if (inbox := self._inboxes.get(each.peer)) is not None]
         return sum(source.taken for source in sources if source is not None)
+
+
+def _resumed(first: Any, rest: Schedule) -> Schedule:
+    """Return a schedule that has been run until it has yielded ``first``."""
+    yield first
+    yield from rest

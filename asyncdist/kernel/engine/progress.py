@@ -14,7 +14,8 @@ An operation belongs to no driver: one driver may begin it and another complete 
 1. A thread touches the machine only under ``lock``. No thread sleeps while it holds ``lock``.
 2. An action that needs the lock goes into the queue ``inbox``. The thread that holds the lock runs it. No thread waits for
    the lock in order to issue: after it releases the lock, a thread checks the queue again.
-3. At most one inline driver exists: the holder of ``driver_lock``. Other blocked threads stand by and take over in turn.
+3. At most one inline driver exists: the holder of ``driver_lock``, or the thread that makes an attempt. Other blocked
+   threads stand by and take over in turn.
 4. While an inline driver exists, the loop does not drive. The thread that stops driving schedules the loop if work is left.
 5. Callbacks of the user run without the lock.
 
@@ -186,13 +187,13 @@ class Progress:
             turns.inbox.append(start)
         elif work.is_completed():
             return
-        if turns.turning == thread or turns.attempting == thread:
+        if turns.attempting == thread or holds(turns.lock):
             raise UsageError(_INTERRUPTED)
         if turns.driving == thread:
             self._drive_within(work, until)
             return
         try:
-            while not turns.driver_lock.acquire(False):
+            while turns.attempting or not turns.driver_lock.acquire(False):
                 if not self._follow(work, until) or work.is_completed():
                     return
             turns.driving = thread
@@ -213,28 +214,24 @@ class Progress:
                 waker.ring()
 
     def _drive_locked(self, work: Finishable, until: float) -> None:
-        turns, waiting, thread = self.turns, self.waiting, get_ident()
+        turns, waiting = self.turns, self.waiting
         ready: Iterable[int] | None = None
         spin_until = (now := monotonic()) + waiting.spin
         while True:
             waits: list[Wait] | None = None
             with self.turns.lock:
-                turns.turning = thread
-                try:
-                    moved = turns.turn(ready)
-                    completed = work.is_completed()
-                    if not completed:
-                        now = turns.expire()
-                        if moved:
-                            spin_until = now + waiting.spin
-                        elif now >= spin_until:
-                            waits = turns.prepare_sleep()
-                        else:  # a peer may need this core
-                            waiting.offer_core(now)
-                        if now >= waiting.look_at:
-                            waiting.look(now)
-                finally:
-                    turns.turning = 0
+                moved = turns.turn(ready)
+                completed = work.is_completed()
+                if not completed:
+                    now = turns.expire()
+                    if moved:
+                        spin_until = now + waiting.spin
+                    elif now >= spin_until:
+                        waits = turns.prepare_sleep()
+                    else:  # a peer may need this core
+                        waiting.offer_core(now)
+                    if now >= waiting.look_at:
+                        waiting.look(now)
             if self._machine.finished:
                 turns.deliver()
             if completed or work.is_completed() or now >= until:

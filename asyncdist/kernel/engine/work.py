@@ -441,6 +441,10 @@ def completed(value: Any = None, progress: Progress | None = None) -> Work:
     return work
 
 
+DONE: Work[Any] = completed()
+"""The work of any call that is complete and whose caller needs no value."""
+
+
 def joined(works: Sequence[Work]) -> Work[list[Any]]:
     """Return a work that completes when all ``works`` are complete.
 
@@ -484,17 +488,17 @@ class _SequentialWork(Work[list[Any]]):
         return [work.result() for work in self._works]
 
     def wait(self, timeout: Timeout = None) -> bool:
-        self._mark_retrieved()
-        until = monotonic() + seconds(timeout)
-        for work in self._works:
-            work.wait(max(0.0, until - monotonic()))
+        self._each(lambda work: work.wait, timeout)
         return True
 
     def synchronize(self, timeout: Timeout = None) -> None:
+        self._each(lambda work: work.synchronize, timeout)
+
+    def _each(self, method_of: Callable[[Work], Callable[[float], object]], timeout: Timeout) -> None:
         self._mark_retrieved()
         until = monotonic() + seconds(timeout)
         for work in self._works:
-            work.synchronize(max(0.0, until - monotonic()))
+            method_of(work)(max(0.0, until - monotonic()))
 
 
 def _complete_future(work: Work) -> None:

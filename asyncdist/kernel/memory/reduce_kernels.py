@@ -38,17 +38,23 @@ _TORCH: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 _NUMPY: dict[ReduceOp, AnyFunction] = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
 _OF_ARRAYS: dict[ReduceOp, AnyFunction] = {
     ReduceOp.SUM: np.add,
+    ReduceOp.AVG: np.add,  # who reduces without the division makes it later
     ReduceOp.PRODUCT: np.multiply,
     ReduceOp.BAND: np.bitwise_and,
     ReduceOp.BOR: np.bitwise_or,
     ReduceOp.BXOR: np.bitwise_xor,
-} | _NUMPY
+    # numpy has deprecated their third argument by position.
+    ReduceOp.MIN: lambda lower, higher, out: np.minimum(lower, higher, out=out),
+    ReduceOp.MAX: lambda lower, higher, out: np.maximum(lower, higher, out=out),
+}
 # Those in which numpy computes as torch does: complex products round differently, and float16 takes long.
 _ARRAY_DTYPES: dict[torch.dtype, type[np.generic]] = {
     getattr(torch, name): getattr(np, name) for name in "float32 float64 uint8 int8 int16 int32 int64".split()
 }
 # Older releases keep by thread what they do after an overflow.
 _KEEPS_ERRORS_BY_CONTEXT = int(np.__version__.partition(".")[0]) >= 2
+MOST_ARRAY_NBYTES = 16 << 10
+"""Most bytes that are reduced as arrays of numpy. The copy of the sum costs larger tensors more than numpy saves."""
 _ORDERED = frozenset(_NUMPY)
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _BITWISE = frozenset((ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))

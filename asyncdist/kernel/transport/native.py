@@ -13,7 +13,7 @@ and roots are ranks in the group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -101,6 +101,10 @@ class Native(ABC):
     @abstractmethod
     def prepare(self, signature: CallSignature) -> PreparedCall:
         """Return the prepared call of one signature. Any thread may call this, with or without the lock."""
+
+    def kept(self, call: PreparedCall, tensors: Sequence[Any]) -> PreparedCall:
+        """Return ``call`` for these tensors alone, whose memory stays where it is."""
+        return call
 
     def close(self) -> None:  # noqa: B027 - optional
         """Release the memory of the group; memory that members still read is released when they have read it."""

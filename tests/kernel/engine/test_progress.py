@@ -540,6 +540,26 @@ def test_blocking_call_that_sleeps_becomes_an_operation_when_another_thread_acts
     assert results == [False]
 
 
+@pytest.mark.parametrize("sleeper", ["driver", "attempt"])
+def test_call_does_not_run_inline_while_another_thread_sleeps(sleeper, signalled, asleep, monkeypatch):
+    """A turn of the call would withdraw the request to be woken, on which the sleeper relies."""
+    machine, progress = signalled
+    monkeypatch.setattr(attempts, "LONGEST_ATTEMPT", PATIENCE)
+    flag = Flag()
+    if sleeper == "attempt":
+        thread, _ = attempt_in_thread(progress, flag, WorkingGroup())
+    else:
+        thread = threading.Thread(target=progress.drive, args=[flag, monotonic() + PATIENCE])
+        thread.start()
+    assert asleep.wait(PATIENCE)
+    assert not completes(progress, iter(()), WorkingGroup(), wait=True)
+    flag.done = True
+    machine.peer.send(b"!")
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert completes(progress, iter(()), WorkingGroup(), wait=True)
+
+
 def test_blocking_call_sleeps_for_a_limited_time_without_an_operation(signalled, asleep):
     _, progress = signalled
     thread, results = attempt_in_thread(progress, Flag(), WorkingGroup())

@@ -84,8 +84,9 @@ def test_full_fence_separates_published_word_from_sleep_flag_check(name, shared,
         # The members find each other's slot tables.
         CALLS[name](group, tensor)
         events, slots = [], native_of(group).slots
-        full = slots.fence.full
-        slots.fence.full = lambda: (full(), events.append("full"))
+        for half in ("full", "open", "close"):
+            barrier = getattr(slots.fence, half)
+            setattr(slots.fence, half, lambda barrier=barrier: (barrier(), events.append("full")))
         slots.words = Watched(slots.words, events, written="word")
         for member in slots.others:
             member.asleep = Watched(member.asleep, events, read="check")

@@ -23,8 +23,10 @@ reader sees half a word.
 
 from __future__ import annotations
 
+import functools
 import platform
 import threading
+from collections.abc import Callable
 
 from asyncdist.base.callables import Callback
 
@@ -34,23 +36,34 @@ _nothing: Callback = ().__len__
 
 
 class Fence:
-    """Memory barriers for one thread at a time: the thread that holds the world's lock."""
+    """Memory barriers for one thread at a time: the thread that holds the world's lock.
 
-    __slots__ = ("_lock", "full", "light")
+    Attributes:
+        full: A full barrier: no load or store passes it in either direction.
+        light: A barrier that orders everything except a store followed by a load.
+        is_needed: Whether `light` does anything.
+        open: A full barrier, after which comes `close`, and no other of this fence but `light`.
+        close: A full barrier, after `open`. Each of the pair is a half of `full` where one instruction is enough.
+    """
+
+    __slots__ = ("close", "full", "is_needed", "light", "open")
 
     def __init__(self) -> None:
-        lock = self._lock = threading.Lock()
+        lock = threading.Lock()
         lock.acquire()
-        release, acquire = lock.release, lock.acquire
+        release, acquire = lock.release, functools.partial(lock.acquire, False)
 
         def full() -> None:
+            # A KeyboardInterrupt between the two, or between `open` and `close`, must not leave the lock released.
             try:
                 release()
-            # A KeyboardInterrupt between the two must not leave the lock released.
+            except RuntimeError:
+                pass
             finally:
                 acquire()
 
+        self.is_needed = not _KEEPS_STORES_IN_ORDER
         self.full: Callback = full
-        """A full barrier: no load or store passes it in either direction."""
-        self.light: Callback = _nothing if _KEEPS_STORES_IN_ORDER else full
-        """A barrier that orders everything except a store followed by a load."""
+        self.light: Callback = full if self.is_needed else _nothing
+        self.open: Callback = full if self.is_needed else release
+        self.close: Callable[[], object] = full if self.is_needed else acquire

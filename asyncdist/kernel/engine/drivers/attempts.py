@@ -61,18 +61,20 @@ class Attempts:
             None if the call is complete; else the schedule with which an operation continues it from where it stopped.
         """
         turns, machine, thread = self._turns, self._machine, get_ident()
-        if machine.acting or turns.attempting == thread or turns.driving == thread or self._holds_lock():
+        if machine.acting or turns.attempting or turns.driving or self._holds_lock():
             return beginning(call, number, tensors)
         asleep_until, ready = 0.0, None
         advance: Advance | None = None
         schedule: Schedule | None = None
         drives = has_driven = bool(machine.operations) and monotonic() >= self._turn_at
         try:
-            if not turns.driver_lock.acquire(False):
-                return beginning(call, number, tensors)
-            turns.attempting = thread
             while turns.lock.acquire(False):
                 try:
+                    if schedule is None:
+                        # Another thread drives since, or sleeps in its attempt: a turn of this one would not wake it.
+                        if turns.attempting or turns.driving:
+                            return beginning(call, number, tensors)
+                        turns.attempting = thread
                     if drives:
                         turns.turn(ready)
                         self._turn_at = turns.expire() + _TURN_EVERY
@@ -90,16 +92,17 @@ class Attempts:
                         channel.started += 1
                         channel.highest = number if number > channel.highest else channel.highest
                         return None
+                    if outcome is not False and not asleep_until:
+                        asleep_until = monotonic() + LONGEST_ATTEMPT
+                        if not turns.driver_lock.acquire(False):  # another thread is about to drive
+                            turns.sleeping, outcome, asleep_until = False, False, 0.0
                 except BaseException as cause:
                     if not isinstance(cause, Exception):
                         turns.interrupt(cause)
                     raise
                 finally:
                     turns.lock.release()
-                if outcome is False:
-                    break
-                asleep_until = asleep_until or monotonic() + LONGEST_ATTEMPT
-                if monotonic() >= asleep_until:
+                if not isinstance(outcome, Sleep) or monotonic() >= asleep_until:
                     break
                 ready, advance = turns.sleep(outcome.waits, asleep_until), outcome.advance
                 drives = ready is None or advance == machine.advance
@@ -110,14 +113,12 @@ class Attempts:
             raise
         finally:
             if turns.attempting == thread:
-                turns.sleeping, turns.attempting = False, 0
-            try:
-                turns.driver_lock.release()
-            except RuntimeError:  # another thread holds it
-                pass
-            else:
-                if machine.finished or machine.operations or turns.standby or turns.inbox:
-                    self._end(has_driven)
+                turns.attempting = 0
+                if asleep_until:
+                    turns.sleeping = False
+                    give_back(turns.driver_lock)
+            if machine.finished or machine.operations or turns.standby or turns.inbox:
+                self._end(has_driven)
 
     def _end(self, has_driven: bool) -> None:
         """Let others go on once this attempt has ended."""
@@ -127,6 +128,8 @@ class Attempts:
         if turns.standby or turns.inbox:
             self._hand_over()
         # Peers no longer signal to the loop, another thread has begun an operation, or the loop has met this thread.
+        elif turns.is_driven:
+            return
         elif machine.operations and (has_driven or machine.acting or self._loop_driver.state is LoopState.IDLE):
             self._loop_driver.resume()
 

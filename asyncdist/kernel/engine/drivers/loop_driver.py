@@ -30,7 +30,6 @@ import math
 import socket
 import threading
 from asyncio import _get_running_loop
-from threading import get_ident
 from time import monotonic
 
 from asyncdist.base.background_loop import LOOP_PATIENCE
@@ -40,7 +39,7 @@ from asyncdist.errors import UsageError
 from asyncdist.kernel.engine.drivers.home_loop import HomeLoop
 from asyncdist.kernel.engine.drivers.idle_watch import IdleWatch
 from asyncdist.kernel.engine.drivers.loop_watcher import LoopWatcher
-from asyncdist.kernel.engine.drivers.turns import LONGEST_ATTEMPT, TIME_SLICE, Turns
+from asyncdist.kernel.engine.drivers.turns import LONGEST_ATTEMPT, TIME_SLICE, Turns, holds
 from asyncdist.kernel.transport.base import Wait
 
 
@@ -154,7 +153,7 @@ class LoopDriver:
             again = _DEFERRAL if self.state is _DEFERRING else LONGEST_ATTEMPT if machine.timers else math.inf
             self.watcher.set_timer(loop, monotonic() + again)
             return
-        if turns.turning == get_ident():  # a signal handler has interrupted a turn, after which the loop is scheduled
+        if holds(turns.lock):  # a signal handler has interrupted a turn, after which the loop is scheduled
             return
         with turns.lock:
             if self.state is _CLOSED:  # another thread may have closed the machine while this one waited for the lock
@@ -199,18 +198,14 @@ class LoopDriver:
         turns, machine = self._turns, self._machine
         now, spin = monotonic(), turns.waiting.await_spin if self.home else 0.0
         until, spin_until = now + (0.0 if turns.slice_exhausted else TIME_SLICE), now + spin
-        turns.turning = get_ident()
-        try:
-            moved = turns.turn(None if descriptor is None else (descriptor,))
-            while now < until and (moved or now < spin_until) and machine.busy() and not machine.finished:
-                now = monotonic()
-                if moved:
-                    spin_until = now + spin
-                else:
-                    turns.waiting.offer_core(now)
-                moved = turns.turn(None)
-        finally:
-            turns.turning = 0
+        moved = turns.turn(None if descriptor is None else (descriptor,))
+        while now < until and (moved or now < spin_until) and machine.busy() and not machine.finished:
+            now = monotonic()
+            if moved:
+                spin_until = now + spin
+            else:
+                turns.waiting.offer_core(now)
+            moved = turns.turn(None)
         turns.slice_exhausted = now >= until
         return moved
 

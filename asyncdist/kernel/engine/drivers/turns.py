@@ -57,8 +57,7 @@ class Turns:
         sleeping: Whether the inline driver sleeps in ``poll``, or is about to.
         waker: Wakes the inline driver; None until a driver first sleeps.
         driving: The thread that holds ``driver_lock`` for `Progress.drive`; 0 for none.
-        turning: The thread that is in a turn; 0 for none. Code that interrupts it there must not wait for the lock.
-        attempting: The thread that makes an attempt; 0 for none.
+        attempting: The thread that makes an attempt; 0 for none. It holds ``driver_lock`` only if it sleeps in it.
         slice_exhausted: Whether this turn of the loop has used up its time slice.
         in_trio: Whether trio tasks issue and await operations. An inline attempt then ends after a time slice.
     """
@@ -72,7 +71,7 @@ class Turns:
         self.standby: deque[threading.Event] = deque()
         self.sleeping = False
         self.waker: Waker | None = None
-        self.driving = self.turning = self.attempting = 0
+        self.driving = self.attempting = 0
         self.slice_exhausted = False
         self.in_trio = False
         self._schedule_loop = schedule_loop
@@ -148,11 +147,7 @@ class Turns:
         try:
             if not self.lock.acquire(False):
                 return None
-            self.turning = get_ident()
-            try:
-                moved = self.turn(None)
-            finally:
-                self.turning = 0
+            moved = self.turn(None)
         finally:
             give_back(self.lock)
         self.deliver()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from asyncdist_transports.shm.collectives import zero_copy
 from asyncdist_transports.shm.collectives.large import Large
 from asyncdist_transports.shm.collectives.slot_table import DONE, SlotTable
 from asyncdist_transports.shm.collectives.small import small_exchange_for
+from asyncdist_transports.shm.collectives.small_exchange import SmallExchange
 from asyncdist_transports.shm.collectives.staging import CollectiveState
 
 log = logging.getLogger("asyncdist")
@@ -67,6 +69,10 @@ class ShmNative(Native):
         if signature.collective is not Collective.all_reduce or signature.nbytes < zero_copy.MIN_NBYTES:
             return staged
         return self._zero_copy_or(staged, signature)
+
+    def kept(self, call: PreparedCall, tensors: Sequence[Any]) -> PreparedCall:
+        exchange = getattr(call, "__self__", None)
+        return exchange.kept(*tensors) if isinstance(exchange, SmallExchange) else call
 
     def _zero_copy_or(self, staged: PreparedCall, signature: CallSignature) -> PreparedCall:
         """Return the call that reduces registered tensors in place, and stages others."""

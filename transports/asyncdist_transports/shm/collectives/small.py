@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from asyncdist.base.ops import Collective
 from asyncdist.kernel.algorithms.schedule import ScheduleOf
 from asyncdist.kernel.memory.buffers import view_at
-from asyncdist.kernel.memory.reduce_kernels import Arithmetic, on_arrays
+from asyncdist.kernel.memory.reduce_kernels import MOST_ARRAY_NBYTES, Arithmetic, on_arrays
 from asyncdist.kernel.memory.shared_arena import ALIGNMENT
 from asyncdist.kernel.transport.native import CallSignature, PreparedCall
 from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, LOCATION, RESULT, SLOTS, SlotTable
@@ -32,9 +33,6 @@ Up to here staging costs less than a second synchronisation, also for registered
 takes 15 µs for 64 KiB (35 µs in place), and 29 µs for 256 KiB (48 µs in place).
 """
 
-# Most bytes that are reduced as arrays of numpy. The copy of the sum costs larger tensors more than numpy saves.
-_MOST_ARRAY_NBYTES = 16 << 10
-
 # Most bytes that one member reduces alone before the work is divided.
 _ADDED_NBYTES = 256 << 10
 
@@ -45,6 +43,8 @@ move.restype = None
 
 Blocks = torch.Tensor | Sequence[torch.Tensor]
 """One block for each member: consecutive in one tensor, or one tensor each."""
+Tensors = tuple[Any, ...]
+"""The tensors and blocks of a call."""
 
 
 def every_member_reduces(size: int, nbytes: int) -> bool:
@@ -150,7 +150,7 @@ class _SmallCall:
 def _all_reduce(small: _SmallCall) -> SmallExchange:
     """Every member reduces all areas in rank order; where members share cores, the first shows the sum to the others."""
     arithmetic, rank, nbytes = small.signature.arithmetic, small.rank, small.nbytes
-    if 0 < nbytes <= _MOST_ARRAY_NBYTES and not small.shares_result:
+    if 0 < nbytes <= MOST_ARRAY_NBYTES and not small.shares_result:
         on = on_arrays(arithmetic, small.signature.dtype)
         if on is not None:
             return _all_reduce_as_arrays(small, *on)
@@ -160,55 +160,49 @@ def _all_reduce(small: _SmallCall) -> SmallExchange:
         to = small.address(number, rank)
         areas = [small.staged_block(number, each) for each in range(small.size)]
 
-        def stage(tensor: torch.Tensor) -> None:
-            move(to, tensor.data_ptr(), nbytes)
+        def stage(tensors: Tensors) -> None:
+            move(to, tensors[0].data_ptr(), nbytes)
 
         if small.shares_result:
             return Moves(stage, _found_or_reduced(small, number, areas))
         if combine is None:
-            return Moves(stage, lambda tensor: arithmetic.reduce(areas, tensor))
+            return Moves(stage, lambda tensors: arithmetic.reduce(areas, tensors[0]))
         # This member's own tensor is still in its cache, and is read instead of its area.
         lower, higher = areas
         if rank == 0:
-            return Moves(stage, lambda tensor: combine(tensor, higher, out=tensor))
-        return Moves(stage, lambda tensor: combine(lower, tensor, out=tensor))
+            return Moves(stage, lambda tensors: combine(tensors[0], higher, out=tensors[0]))
+        return Moves(stage, lambda tensors: combine(lower, tensors[0], out=tensors[0]))
 
     return small.with_all(moves)
 
 
 def _all_reduce_as_arrays(small: _SmallCall, arithmetic: Arithmetic, dtype: type[np.generic]) -> SmallExchange:
-    """Every member reduces all areas in rank order into an array, from which it copies the sum.
+    """Every member reduces all areas in rank order into its tensor, as arrays of numpy.
 
-    Copies between views take a fifth of the time of `move`. numpy adds one element in place in the time of a tensor.
+    Copies between views take a fifth of the time of `move`. numpy adds one element in place in the time of a tensor, so
+    the areas include this member's own.
     """
     nbytes = small.nbytes
-    total: Any = np.empty(small.count, dtype)
-    result = memoryview(total).cast("B")
 
     def moves(number: int) -> Moves:
         own = view_at(small.address(number, small.rank), nbytes)
         areas: list[Any] = [
             np.frombuffer(view_at(small.address(number, each), nbytes), dtype) for each in range(small.size)
         ]
-        reduce: Callable[[], object] = (
-            functools.partial(arithmetic.combine, *areas, out=total)
-            if small.size == 2
-            else functools.partial(arithmetic.reduce, areas, total)
-        )
+        # Functions in C, which enter no Python frame.
+        stage = functools.partial(operator.setitem, own, slice(None))
+        if small.size == 2:
+            return Moves(stage, functools.partial(arithmetic.combine, *areas))
+        return Moves(stage, functools.partial(arithmetic.reduce, areas))
 
-        def stage(view: memoryview) -> None:
-            own[:] = view
+    def bind(tensor: torch.Tensor) -> tuple[memoryview, Any]:
+        view = view_at(tensor.data_ptr(), nbytes)
+        return view, np.frombuffer(view, dtype)
 
-        def read(view: memoryview) -> None:
-            reduce()
-            view[:] = result
-
-        return Moves(stage, read)
-
-    return small.with_all(moves, bind=lambda tensor: (view_at(tensor.data_ptr(), nbytes),))
+    return small.with_all(moves, bind=bind)
 
 
-def _found_or_reduced(small: _SmallCall, number: int, areas: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+def _found_or_reduced(small: _SmallCall, number: int, areas: Sequence[torch.Tensor]) -> Callable[[Tensors], None]:
     """Return a function that copies the sum from a member that shows it, or else computes and shows it.
 
     Four ranks on two cores take 35 µs for 4 bytes (41 µs if all reduce), and 43 µs for 16 KiB (77 µs). The order of the
@@ -225,19 +219,19 @@ def _found_or_reduced(small: _SmallCall, number: int, areas: Sequence[torch.Tens
     words, light, slot = slots.words, slots.fence.light, number % SLOTS
     at, own_address = slot * LINE + RESULT, own_result.data_ptr()
 
-    def read(tensor: torch.Tensor) -> None:
-        now = slots.last_numbers[slot]
+    def read(tensors: Tensors) -> None:
+        now, own = slots.last_numbers[slot], tensors[0].data_ptr()
         for member, address in peer_results:
             if member.words[at] == now:
                 # The word is loaded before the result.
                 light()
-                move(tensor.data_ptr(), address, nbytes)
+                move(own, address, nbytes)
                 return
         arithmetic.reduce(areas, own_result)
         # The result is stored before the word.
         light()
         words[at] = now
-        move(tensor.data_ptr(), own_address, nbytes)
+        move(own, own_address, nbytes)
 
     return read
 
@@ -247,11 +241,11 @@ def _reduce(small: _SmallCall) -> SmallExchange:
 
     def send(number: int) -> Moves:
         to = small.address(number, small.rank)
-        return Moves(lambda tensor: move(to, tensor.data_ptr(), nbytes), None)
+        return Moves(lambda tensors: move(to, tensors[0].data_ptr(), nbytes), None)
 
     def read(number: int) -> Moves:
         areas = [small.staged_block(number, member.rank) for member in small.others]
-        return Moves(None, lambda tensor: arithmetic.reduce([tensor, *areas], tensor))
+        return Moves(None, lambda tensors: arithmetic.reduce([tensors[0], *areas], tensors[0]))
 
     return small.with_root(send, read, outward=False)
 
@@ -262,9 +256,7 @@ def _reduce_scatter(small: _SmallCall) -> SmallExchange:
     def moves(number: int) -> Moves:
         stage_blocks = small.stage_blocks(number)
         areas = [small.staged_block(number, rank, small.rank) for rank in range(small.size)]
-        return Moves(
-            lambda output, blocks: stage_blocks(blocks), lambda output, blocks: arithmetic.reduce(areas, output)
-        )
+        return Moves(lambda tensors: stage_blocks(tensors[1]), lambda tensors: arithmetic.reduce(areas, tensors[0]))
 
     return small.with_all(moves)
 
@@ -277,11 +269,11 @@ def _broadcast(small: _SmallCall) -> SmallExchange:
 
     def send(number: int) -> Moves:
         to = small.address(number, small.rank)
-        return Moves(lambda tensor: move(to, tensor.data_ptr(), nbytes), None)
+        return Moves(lambda tensors: move(to, tensors[0].data_ptr(), nbytes), None)
 
     def read(number: int) -> Moves:
         source = small.address(number, small.root)
-        return Moves(None, lambda tensor: move(tensor.data_ptr(), source, nbytes))
+        return Moves(None, lambda tensors: move(tensors[0].data_ptr(), source, nbytes))
 
     return small.with_root(send, read, outward=True)
 
@@ -293,11 +285,11 @@ def _all_gather(small: _SmallCall) -> SmallExchange:
         own = small.address(number, small.rank)
         areas = [small.address(number, rank) for rank in range(small.size)]
 
-        def stage(blocks: Blocks, tensor: torch.Tensor) -> None:
-            move(own, tensor.data_ptr(), nbytes)
+        def stage(tensors: Tensors) -> None:
+            move(own, tensors[1].data_ptr(), nbytes)
 
-        def read(blocks: Blocks, tensor: torch.Tensor) -> None:
-            for to, area in zip(small.addresses(blocks), areas, strict=True):
+        def read(tensors: Tensors) -> None:
+            for to, area in zip(small.addresses(tensors[0]), areas, strict=True):
                 move(to, area, nbytes)
 
         return Moves(stage, read)
@@ -310,12 +302,13 @@ def _gather(small: _SmallCall) -> SmallExchange:
 
     def send(number: int) -> Moves:
         to = small.address(number, rank)
-        return Moves(lambda blocks, tensor: move(to, tensor.data_ptr(), nbytes), None)
+        return Moves(lambda tensors: move(to, tensors[1].data_ptr(), nbytes), None)
 
     def read(number: int) -> Moves:
         areas = [(member.rank, small.address(number, member.rank)) for member in small.others]
 
-        def collect(blocks: Blocks, tensor: torch.Tensor) -> None:
+        def collect(tensors: Tensors) -> None:
+            blocks, tensor = tensors
             locations = small.addresses(blocks)
             # The root's own block comes first: it may overlap the memory of another block.
             move(locations[rank], tensor.data_ptr(), nbytes)
@@ -333,7 +326,8 @@ def _scatter(small: _SmallCall) -> SmallExchange:
     def send(number: int) -> Moves:
         stage_blocks = small.stage_blocks(number)
 
-        def hand_out(tensor: torch.Tensor, blocks: Blocks) -> None:
+        def hand_out(tensors: Tensors) -> None:
+            tensor, blocks = tensors
             stage_blocks(blocks)
             move(tensor.data_ptr(), small.addresses(blocks)[rank], nbytes)
 
@@ -341,7 +335,7 @@ def _scatter(small: _SmallCall) -> SmallExchange:
 
     def read(number: int) -> Moves:
         source = small.address(number, small.root, rank)
-        return Moves(None, lambda tensor, blocks: move(tensor.data_ptr(), source, nbytes))
+        return Moves(None, lambda tensors: move(tensors[0].data_ptr(), source, nbytes))
 
     return small.with_root(send, read, outward=True)
 
@@ -362,15 +356,15 @@ def _all_to_all(small: _SmallCall) -> SmallExchange:
             for member in small.others
         ]
 
-        def stage(blocks: Blocks, outgoing: Blocks) -> None:
+        def stage(tensors: Tensors) -> None:
             move(table, header_words.data_ptr(), header_words.nbytes)
-            stage_blocks(outgoing)
+            stage_blocks(tensors[1])
 
-        def read(blocks: Blocks, outgoing: Blocks) -> None:
+        def read(tensors: Tensors) -> None:
             for words, location, sent in expected:
                 if words[at] != location or sent[rank] != small.count:
                     raise NonUniformBlocks
-            for to, area in zip(small.addresses(blocks), areas, strict=True):
+            for to, area in zip(small.addresses(tensors[0]), areas, strict=True):
                 move(to, area, nbytes)
 
         return Moves(stage, read, slots.location_of(number, rank, small.header))
@@ -379,7 +373,7 @@ def _all_to_all(small: _SmallCall) -> SmallExchange:
 
 
 def _barrier(small: _SmallCall) -> SmallExchange:
-    return small.with_all(lambda number: Moves(None, lambda: None), POSTED)
+    return small.with_all(lambda number: Moves(None, lambda tensors: None), POSTED)
 
 
 _OF_BLOCKS = {Collective.reduce_scatter, Collective.scatter, Collective.all_to_all}

@@ -35,13 +35,12 @@ _POLLS = 32
 """Polls of the sources before a call yields to wait: they take no longer than the way back to the engine."""
 
 
-Move = Callable[..., object]
-"""Gets the tensors of a call."""
+Move = Callable[[Any], object]
 
 
 class Moves(NamedTuple):
-    """A member's actions in one slot for calls with one signature. Both functions get the tensors of the call, or what is
-    bound to the memory of its only tensor."""
+    """A member's actions in one slot for calls with one signature. Both functions get the tuple of the call's tensors, or
+    what is bound to the memory of its only tensor: ``stage`` the source, ``read`` the target."""
 
     stage: Move | None
     """Copies the data that others read into this member's area; None if they read nothing."""
@@ -51,8 +50,8 @@ class Moves(NamedTuple):
     """The location that this member posts: see `staging.CollectiveState`."""
 
 
-Bind = Callable[[torch.Tensor], tuple[Any, ...]]
-"""Returns what stands for the memory of a tensor, and does not keep it alive."""
+Bind = Callable[[torch.Tensor], tuple[Any, Any]]
+"""Returns what stands for the memory of a tensor, and does not keep it alive: as the source and as the target of data."""
 
 MovesOf = Callable[[int], Moves]
 """Returns the moves in the slot of the n-th collective."""
@@ -94,68 +93,87 @@ class SmallExchange:
         self._sources, self._first, self._goal, self._fallback = sources, first, goal, fallback
         self._moves: list[tuple[Move | None, Move | None, int] | None] = [None] * SLOTS
         self._bind = bind
-        self._bound: BoundedCache[int, tuple[Any, ...]] = BoundedCache(_BOUND_TENSORS)
+        self._bound: BoundedCache[int, tuple[Any, Any]] = BoundedCache(_BOUND_TENSORS)
         self._bound_to = self._bound.get
 
     def begin(self, number: int, *tensors: Any) -> Schedule | None:
         """Begin the group's n-th collective on contiguous tensors; see `PreparedCall`."""
+        if self._bind is None:
+            return self._exchange(number, tensors, tensors, tensors)
+        address = tensors[0].data_ptr()
+        source, target = self._bound_to(address) or self._bound.add(address, self._bind(tensors[0]))
+        return self._exchange(number, tensors, source, target)
+
+    def kept(self, *tensors: Any) -> PreparedCall:
+        """Return `begin` for calls with these tensors alone, whose memory stays where it is."""
+        if self._bind is None:
+            return self.begin
+        exchange, (source, target) = self._exchange, self._bind(tensors[0])
+        return lambda number, *tensors: exchange(number, tensors, source, target)
+
+    def _exchange(self, number: int, tensors: tuple[Any, ...], source: Any, target: Any) -> Schedule | None:
         slots, call = self._slots, self._call
-        words, others, light = slots.words, slots.others, slots.fence.light
+        words, others, fence = slots.words, slots.others, slots.fence
         slot = number % SLOTS
         at, now = slot * LINE, number << SHIFT
-        done = now + DONE
         # As in `SlotTable.enter`.
         free = now - _SLOTS_AGO
         if slots.unresolved or words[at] < free:
-            return self._enter(number, tensors)
+            return self._enter(number, tensors, source, target)
         for member in others:
             if member.words[at] < free:
-                return self._enter(number, tensors)
+                return self._enter(number, tensors, source, target)
         if slots.deferred_checks:
             slots.check_deferred(number)
         slots.last_numbers[slot] = number
         moves = self._moves[slot] or self._made(number)
         stage, read, location = moves
-        bind, given = self._bind, tensors
-        if bind is not None:
-            address = tensors[0].data_ptr()
-            given = self._bound_to(address) or self._bound.add(address, bind(tensors[0]))
         if stage is not None:
-            stage(*given)
+            stage(source)
         # As in `SlotTable.post`, unless the line has the same words already.
         if slots.posted[slot] is not moves:
             words[at] = now
-            light()
+            fence.light()
             words[at + CALL], words[at + LOCATION] = call, location
             slots.posted[slot] = moves
-        light()
+        if fence.is_needed:
+            fence.light()
         words[at] = now + self._first
-        slots.fence.full()
-        # A member that is done with this collective sleeps in a later one, for which this rank has posted nothing yet.
+        try:
+            fence.open()
+            # A member that is done with this collective sleeps in a later one, for which this rank has posted nothing yet.
+            for member in others:
+                if member.asleep[0] and (member.words[at] < now + DONE or member.words[AWAITS_SLOT]):
+                    member.signal()
+            if read is None:
+                slots.deferred_checks.append((number, call))
+                return None
+            goal, polls = now + self._goal, _POLLS
+            for member in self._sources:
+                theirs = member.words
+                while theirs[at] < goal:
+                    polls -= 1
+                    if not polls:
+                        return self._wait(number, tensors, target, read)
+                if fence.is_needed:
+                    fence.light()
+                if theirs[at + CALL] != call:
+                    slots.check_calls(number, call, [member])
+            if (rest := self._read(number, tensors, target, read)) is not None:
+                return rest
+        finally:
+            fence.close()
         for member in others:
-            if member.asleep[0] and (member.words[at] < done or member.words[AWAITS_SLOT]):
+            if member.asleep[0] and member.words[AWAITS_SLOT]:
                 member.signal()
-        if read is None:
-            slots.deferred_checks.append((number, call))
-            return None
-        goal, polls = now + self._goal, _POLLS
-        for member in self._sources:
-            theirs = member.words
-            while theirs[at] < goal:
-                polls -= 1
-                if not polls:
-                    return self._wait(number, tensors, given, read)
-            light()
-            if theirs[at + CALL] != call:
-                slots.check_calls(number, call, [member])
-        return self._end(number, given, read)
+        return None
 
-    def _enter(self, number: int, tensors: tuple[Any, ...]) -> Schedule:
+    def _enter(self, number: int, tensors: tuple[Any, ...], source: Any, target: Any) -> Schedule:
         """Begin when the slot is free."""
         yield from self._slots.enter(number)
-        yield from self.begin(number, *tensors) or ()
+        yield from self._exchange(number, tensors, source, target) or ()
 
-    def _wait(self, number: int, tensors: tuple[Any, ...], given: tuple[Any, ...], read: Move) -> Schedule:
+    def _wait(self, number: int, tensors: tuple[Any, ...], target: Any, read: Move) -> Schedule:
         """Wait for the sources, and complete the call. The schedule keeps the tensors."""
         slots, at, now = self._slots, number % SLOTS * LINE, number << SHIFT
         for member in self._sources:
@@ -168,24 +186,25 @@ class SmallExchange:
             while words[at] < now + self._goal:
                 yield member.wait
             slots.fence.light()
-        yield from self._end(number, given, read) or ()
-
-    def _end(self, number: int, given: tuple[Any, ...], read: Move) -> Schedule | None:
-        """Read what the sources have staged, and leave the slot."""
-        slots, at = self._slots, number % SLOTS * LINE
-        if slots.deferred_checks:
-            slots.check_deferred(number)
-        try:
-            read(*given)
-        except NonUniformBlocks:
-            assert self._fallback is not None, "only an all-to-all has blocks of several sizes"
-            return self._fallback(number, *given)
-        slots.fence.light()
-        slots.words[at] = (number << SHIFT) + DONE
+        yield from self._read(number, tensors, target, read) or ()
         slots.fence.full()
         for member in slots.others:
             if member.asleep[0] and member.words[AWAITS_SLOT]:
                 member.signal()
+
+    def _read(self, number: int, tensors: tuple[Any, ...], target: Any, read: Move) -> Schedule | None:
+        """Read what the sources have staged, and leave the slot; return the schedule of a call with other blocks."""
+        slots = self._slots
+        if slots.deferred_checks:
+            slots.check_deferred(number)
+        try:
+            read(target)
+        except NonUniformBlocks:
+            assert self._fallback is not None, "only an all-to-all has blocks of several sizes"
+            return self._fallback(number, *tensors)
+        if slots.fence.is_needed:
+            slots.fence.light()
+        slots.words[number % SLOTS * LINE] = (number << SHIFT) + DONE
         return None
 
     def _made(self, number: int) -> tuple[Move | None, Move | None, int]:
