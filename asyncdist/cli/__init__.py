@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 import click
 
@@ -22,20 +22,6 @@ from asyncdist.errors import AsyncdistError, BenchmarkError
 
 SETTINGS_OF_HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-
-
-class _Failure(click.ClickException):
-    def __init__(self, error: AsyncdistError) -> None:
-        super().__init__(str(error))
-        self.exit_code = 1 if isinstance(error, BenchmarkError) else 2  # type: ignore[misc]
-
-
-class _Interrupted(click.ClickException):
-    exit_code = 130
-    """The exit status that shells give a command that SIGINT ends."""
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(self.message, file, err=True)
 
 
 @contextlib.contextmanager
@@ -61,9 +47,12 @@ class ReportingGroup(click.Group):
             try:
                 return super().invoke(ctx)
             except AsyncdistError as error:
-                raise _Failure(error) from error
-            except KeyboardInterrupt as interruption:
-                raise _Interrupted("interrupted") from interruption
+                failure = click.ClickException(str(error))
+                failure.exit_code = 1 if isinstance(error, BenchmarkError) else 2  # type: ignore[misc]
+                raise failure from error
+            except KeyboardInterrupt:
+                click.echo("interrupted", err=True)
+                ctx.exit(130)  # the exit status that shells give a command that SIGINT ends
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Make the context, which prints the help."""

@@ -30,36 +30,27 @@ class ListOf(click.ParamType, Generic[T]):  # type: ignore[type-arg]
     def __init__(self, what: str, read_one: Callable[[str], T | None], *, allow_empty: bool = False) -> None:
         self.what, self.read_one, self.allow_empty = what, read_one, allow_empty
 
-    def read(self, text: str) -> tuple[T, ...]:
-        """Return the values of a list; raise ValueError if one is not valid."""
-        words = dict.fromkeys(word.strip() for word in text.split(",") if word.strip())
-        values = tuple(value for word in words if (value := self.read_one(word)) is not None)
-        if len(values) < len(words) or not (values or self.allow_empty):
-            raise ValueError(f"{text!r} is not a list of {self.what}")
-        return values
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[T, ...]:
         if isinstance(value, tuple):
             return value
-        try:
-            return self.read(value)
-        except ValueError:
+        words = dict.fromkeys(word.strip() for word in value.split(",") if word.strip())
+        values: tuple[T, ...] = ()
+        with contextlib.suppress(ValueError):
+            values = tuple(one for word in words if (one := self.read_one(word)) is not None)
+        if len(values) < len(words) or not (values or self.allow_empty):
             self.fail(f"{value!r} is not a list of {self.what}", param, ctx)
+        return values
 
 
-class NamesAmong(ListOf[str]):
-    """Names from ``known``, separated by commas."""
+def names_among(known: Sequence[str]) -> ListOf[str]:
+    """Return the type of names from ``known``, separated by commas."""
 
-    def __init__(self, known: Sequence[str]) -> None:
-        super().__init__("names", str, allow_empty=True)
-        self.known = known
+    def read_one(name: str) -> str:
+        if name not in known:
+            raise click.BadParameter(f"{name!r} is not one of {', '.join(known)}")
+        return name
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        names = super().convert(value, param, ctx)
-        for name in names:
-            if name not in self.known:
-                self.fail(f"{name!r} is not one of {', '.join(self.known)}", param, ctx)
-        return names
+    return ListOf("names", read_one, allow_empty=True)
 
 
 class Seconds(click.FloatRange):
@@ -76,19 +67,15 @@ class Seconds(click.FloatRange):
         return seconds
 
 
-class Rate(click.ParamType):  # type: ignore[type-arg]
-    """The rate of a link in the words of ``tc``, as text."""
+def rate(text: str) -> str:
+    """Check the rate of a link in the words of ``tc``."""
+    from asyncdist.cli.bench.limits import rate_in_bytes
 
-    name = "rate"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from asyncdist.cli.bench.limits import rate_in_bytes
-
-        try:
-            rate_in_bytes(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        return str(value)
+    try:
+        rate_in_bytes(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    return text
 
 
 class SocketFile(click.Path):

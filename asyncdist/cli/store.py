@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from asyncdist.cli.logs import FORMATS, LEVELS, log_to_stderr
 from asyncdist.cli.option_types import Seconds, SocketFile
 from asyncdist.cli.store_commands import STORE_COMMANDS, StoreTarget
 from asyncdist.config import Config, whole_number
 
 
-class _Size(click.ParamType):  # type: ignore[type-arg]
-    """A number of bytes, such as 64M."""
+def _number_of_bytes(text: str) -> int:
+    try:
+        return whole_number(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a number of bytes: write 1000000, 64M or 4G") from None
 
-    name = "bytes"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return value if isinstance(value, int) else whole_number(value)
-        except ValueError:
-            self.fail(f"{value!r} is not a number of bytes: write 1000000, 64M or 4G", param, ctx)
+class JsonFormatter(logging.Formatter):
+    """Writes ``{"time": …, "level": …, "logger": …, "pid": …, "message": …}``, and a traceback as ``"error"``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        fields = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "pid": record.process,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["error"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)
+
+
+def _log_to_stderr(form: str, level: str) -> None:
+    """Write the records that asyncdist logs at ``level`` or above to the standard error, as text or JSON lines."""
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if form == "json" else text)
+    logger = logging.getLogger("asyncdist")
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    logger.propagate = False
 
 
 @click.group(
@@ -57,7 +81,12 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
     show_default=True,
     help="When to flush changes to disk: before each reply, once a second, or when the kernel decides.",
 )
-@click.option("--max-memory", type=_Size(), help="Most memory for keys, values and queues together, for example 4G.")
+@click.option(
+    "--max-memory",
+    type=_number_of_bytes,
+    metavar="BYTES",
+    help="Most memory for keys, values and queues together, for example 4G.",
+)
 @click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
@@ -74,10 +103,18 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 @click.option("--tls-key", help="Private key file of the certificate.  [env: ASYNCDIST_TLS_KEY]")
 @click.option("--tls-ca", help="CA file that client certificates must verify against.  [env: ASYNCDIST_TLS_CA]")
 @click.option(
-    "--log-format", type=click.Choice(FORMATS), default="text", show_default=True, help="Text lines or JSON objects."
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Text lines or JSON objects.",
 )
 @click.option(
-    "--log-level", type=click.Choice(LEVELS), default="warning", show_default=True, help="Lowest level to log."
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="warning",
+    show_default=True,
+    help="Lowest level to log.",
 )
 @click.option(
     "--c10d",
@@ -111,7 +148,7 @@ def store(ctx: click.Context, /, **given: Any) -> None:
         _refuse_server_options(ctx)
         ctx.obj = StoreTarget(given["host"], given["port"], given["unix"], _tls(given))
         return
-    log_to_stderr(given["log_format"], given["log_level"])
+    _log_to_stderr(given["log_format"], given["log_level"])
     _serve(ctx, given)
 
 

@@ -24,21 +24,10 @@ _NEW_GENERATION = 30.0
 """Seconds for which the command waits for a job that it has shown and that answers no more."""
 
 
-class _RankOrAll(click.ParamType):  # type: ignore[type-arg]
-    """The number of a rank, or ``all``."""
-
-    name = "rank"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        if value == "all" or value is None:
-            return None
-        try:
-            rank = int(value)
-        except ValueError:
-            rank = -1
-        if rank < 0:
-            self.fail(f"{value!r} is not the number of a rank, and not 'all'", param, ctx)
-        return rank
+def _rank_or_all(text: str) -> int | None:
+    if text != "all" and not text.isdecimal():
+        raise click.BadParameter(f"{text!r} is not the number of a rank, and not 'all'")
+    return None if text == "all" else int(text)
 
 
 @click.command(short_help="Show where each rank of a running job is, live.")
@@ -56,7 +45,7 @@ class _RankOrAll(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--stacks",
     multiple=True,
-    type=_RankOrAll(),
+    type=_rank_or_all,
     metavar="RANK",
     help="Print the Python stacks of this rank, or of all.",
 )

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from asyncdist.cli.bench.limits import rate_in_bytes
-from asyncdist.cli.option_types import Rate
+from asyncdist.cli.option_types import rate as link_rate
 from asyncdist.cli.page import Column, Grid, duration, times
 from benchmarks.benchmark import Benchmark, option
 from benchmarks.ddp.names import ALONE, CONTENDERS, HEADS, KEPT, MODELS, ON_TWO_HOSTS, PARTS, STEPS
@@ -45,8 +45,8 @@ class DdpPlan:
     )
     steps: int = option(10, "Steps of a contender in a round.")
     ranks: int = option(2, "Number of ranks on one host.", click.IntRange(2, 64))
-    rate: str = option("1gbit", "Link between the hosts of `hosts`.", Rate())
-    slow_rate: str = option("100mbit", "Link between the hosts of `diloco`.", Rate())
+    rate: str = option("1gbit", "Link between the hosts of `hosts`.", link_rate)
+    slow_rate: str = option("100mbit", "Link between the hosts of `diloco`.", link_rate)
     every: int = option(100, "Inner steps between two outer steps.", click.IntRange(5))
     outer_steps: int = option(10, "Outer steps of `diloco`.")
 

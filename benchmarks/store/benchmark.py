@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from asyncdist.cli.option_types import NamesAmong, Seconds
+from asyncdist.cli.option_types import Seconds, names_among
 from asyncdist.cli.page import Grid
 from asyncdist.config import Config
 from asyncdist.errors import BenchmarkError
@@ -46,7 +46,7 @@ class StorePlan:
     clients: tuple[int, ...] = option("1,8", "Numbers of torch's clients to measure with, separated by commas.", COUNTS)
     only: tuple[str, ...] = option(
         "", f"Parts to measure: torch (torch's clients), asyncdist (its own client), {', '.join(PARTS[2:])}.",
-        NamesAmong(PARTS),
+        names_among(PARTS),
     )  # fmt: skip
     crowd_rounds: int = 3
     crowd_processes: int = 4

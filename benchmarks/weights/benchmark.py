@@ -10,7 +10,8 @@ from pathlib import Path
 
 import click
 
-from asyncdist.cli.option_types import ListOf, Rate
+from asyncdist.cli.option_types import ListOf
+from asyncdist.cli.option_types import rate as link_rate
 from asyncdist.cli.page import Column, Grid, duration, size, times
 from asyncdist.config import whole_number
 from benchmarks.benchmark import COUNTS, Benchmark, option
@@ -51,7 +52,7 @@ class WeightsPlan:
     readers: tuple[int, ...] = option("1,4", "Numbers of readers on one host, each a case.", COUNTS)
     remote_sizes: tuple[int, ...] = option("100M", "Bytes of a version for other hosts.", _SIZES)
     hosts: tuple[int, ...] = option("1,8", "Numbers of other hosts, each a case.", COUNTS)
-    rate: str = option("1gbit", "Rate of each host's link, in the words of tc.", Rate())
+    rate: str = option("1gbit", "Rate of each host's link, in the words of tc.", link_rate)
     changed: int = option(2, "Percent of the values that change, for changes.", click.IntRange(1, 99))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from asyncdist.cli.bench.plan import COLLECTIVES, CONTENDERS, RIVALS, THROUGH, THROUGH_TORCH, BenchPlan
-from asyncdist.cli.option_types import ListOf, NamesAmong, NewFile, NewFolder, Rate, reporting_write_errors
+from asyncdist.cli.option_types import ListOf, NewFile, NewFolder, names_among, rate, reporting_write_errors
 from asyncdist.config import whole_number
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
     "--link",
     default="1gbit",
     show_default=True,
-    type=Rate(),
+    type=rate,
     help="Rate of the link of each of several --hosts, in the words of tc.",
 )
 @click.option("--sizes", type=_SIZE_LIST, help=f"Tensor sizes in bytes.  [default: {_SIZES}]")
@@ -97,7 +97,7 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
 @click.option(
     "--against",
     default="",
-    type=NamesAmong((*RIVALS, _AVAILABLE)),
+    type=names_among((*RIVALS, _AVAILABLE)),
     callback=_rivals,
     help="Rivals to measure in the same run: gloo, mpi, raw (plain sockets), or `available` for all that are installed.",
 )
@@ -108,7 +108,7 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
 @click.option(
     "--through",
     default="",
-    type=NamesAmong(THROUGH),
+    type=names_among(THROUGH),
     help="`torch`: also measure the functions of torch.distributed, on asyncdist's back end and on gloo.",
 )
 @click.option(
@@ -229,7 +229,7 @@ def _plan(
         ranks = hosts * ranks_per_host
     return BenchPlan(
         collectives=tuple(dict.fromkeys(collectives)) or (THROUGH_TORCH if through else ("all_reduce",)),
-        sizes=sizes or _SIZE_LIST.read(_SIZES if hosts == 1 else _SIZES_BETWEEN_HOSTS),
+        sizes=sizes or _SIZE_LIST.convert(_SIZES if hosts == 1 else _SIZES_BETWEEN_HOSTS, None, None),
         ranks=ranks or 2,
         hosts=hosts,
         link=link if hosts > 1 else "",

@@ -48,17 +48,9 @@ class RejectedAfterTls(ConnectionResetError):
     all that a client with a rejected certificate sees.
     """
 
-    def __str__(self) -> str:
-        return (
-            "it hung up after the TLS handshake: it may want a certificate signed by its ASYNCDIST_TLS_CA; see its log"
-        )
-
 
 class ClosedByServer(ConnectionResetError):
     """The store hung up before it sent anything: it has too many connections, or it is ending."""
-
-    def __str__(self) -> str:
-        return "it hung up before it sent anything"
 
 
 class SilentServer(TimeoutError):
@@ -223,10 +215,12 @@ def look_up_overdue(host: str) -> LookUpTimeoutError:
 def hung_up(error: Exception | None, *, secured: bool) -> Exception:
     """Return the error of a client on which a store hung up before it sent anything but TLS records."""
     if not secured:
-        return ClosedByServer()
+        return ClosedByServer("it hung up before it sent anything")
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return handshake_error(error)
-    return RejectedAfterTls()
+    return RejectedAfterTls(
+        "it hung up after the TLS handshake: it may want a certificate signed by its ASYNCDIST_TLS_CA; see its log"
+    )
 
 
 def broken(where: str, why: str) -> StoreConnectionError:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncdist.base.background_loop import cancel_all
 from asyncdist.config import Config
 from asyncdist.environment import Service
 from asyncdist.errors import AddressError
@@ -170,8 +171,6 @@ async def _first_of(*awaitables: Awaitable[Any]) -> None:
     try:
         done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for each in futures:
-            each.cancel()
-        await asyncio.gather(*futures, return_exceptions=True)
+        await cancel_all(*futures)
     for each in done:
         each.result()

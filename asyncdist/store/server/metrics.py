@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from asyncdist.base.background_loop import cancel_all
 from asyncdist.base.callables import Supplier
 from asyncdist.errors import UsageError
 from asyncdist.store.server import listener
@@ -71,9 +72,7 @@ class Metrics:
 
     async def close(self) -> None:
         self._server.close()
-        for request in list(self._requests):
-            request.cancel()
-        await asyncio.gather(*self._requests, return_exceptions=True)
+        await cancel_all(*self._requests)
         await self._server.wait_closed()
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

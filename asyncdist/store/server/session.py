@@ -173,13 +173,12 @@ class Session(ServerConnection, InboxOwner):
 
     def _serve(self, request: int, op: Op, args: tuple[Any, ...]) -> None:
         server = self._server
-        if op is Op.RESUME:
-            server.deliver([Reply(self, request, OperationKind.RESULT, self.resume(*args))], self)
+        if op is Op.RESUME or op is Op.STATUS:
+            result = server.status() if op is Op.STATUS else self.resume(*args)
+            server.deliver([Reply(self, request, OperationKind.RESULT, result)], self)
         elif op is Op.RECEIVED:
             if self.client_session is not None:
                 self.client_session.received(*args)
-        elif op is Op.STATUS:
-            server.deliver([Reply(self, request, OperationKind.RESULT, server.status())], self)
         elif op is Op.LEAVE:
             server.deliver(server.state.leave(self), self)
             if self.client_session is not None:

@@ -345,7 +345,7 @@ def test_server_that_accepts_and_is_silent_explains_more_than_a_refusal(clock):
     for error in (ConnectionRefusedError("refused"), connecting.SilentServer(), TimeoutError()):
         retry.failed(error)
     assert "(it accepts connections and does not answer)" in str(retry.overdue())
-    retry.failed(connecting.ClosedByServer())
+    retry.failed(connecting.hung_up(None, secured=False))
     retry.failed(connecting.SilentServer())
     assert "(it hung up before it sent anything)" in str(retry.overdue())
 
