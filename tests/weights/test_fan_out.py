@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.errors import ProtocolError
 from asyncdist.weights.content.layout import layout_of
 from asyncdist.weights.content.selection import whole_selection
@@ -190,7 +189,7 @@ async def test_version_that_was_given_up_and_begun_anew_has_another_place_in_the
     channel = Channel()
     layout = layout_of({"a": torch.zeros(4)})
     held = HeldVersion(new_version(1, 1, None, 1), whole_selection(layout), np.zeros(1, np.uint64), lambda held: None)
-    server = VersionServer({"me.2": held}, DaemonThreadPool("test", 1, idle_timeout=0.1))
+    server = VersionServer({"me.2": held})
     for number, entry in enumerate(["me.1", "me.2"]):
         server.ask(channel, Question(number, entry, "", None, 0, True, []))
     assert [(kind, fields[0]) for kind, fields in channel.sent] == [(REFUSED, 0)]

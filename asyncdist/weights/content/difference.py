@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncdist.errors import ProtocolError
-from asyncdist.weights.content.digest import Bytes
+from asyncdist.weights.content.digest import Bytes, digest
 
 _SIZE = struct.Struct("<I")
 _SKIP = 255
@@ -100,38 +100,42 @@ def _packed(plane: Bytes) -> bytes:
     return compressed if len(compressed) < len(plain) else plain
 
 
-def restore(old: Bytes, changes: bytes | bytearray | memoryview, itemsize: int, new: Bytes) -> None:
-    """Write the block that `difference` has compared with ``old`` to ``new``.
+def restore(old: Bytes, changes: bytes | bytearray | memoryview, itemsize: int, new: Bytes) -> int:
+    """Write the block that `difference` has compared with ``old`` to ``new``, and return the digest of what was written.
 
     Raises:
-        ProtocolError: The difference is damaged, as far as its form shows; ``new`` has undefined bytes then.
+        ProtocolError: The difference is damaged, as far as its form shows; ``new`` is as before then.
     """
     itemsize = min(itemsize, 8)
-    np.copyto(new, old)
-    if not changes:
-        return
+    elements = new.view(f"<u{itemsize}")
+    positions, bits = np.empty(0, np.intp), np.empty(0, elements.dtype)
     try:
-        encoded: bytes | memoryview
-        encoded, at = _part(changes, 0)
-        distances = np.frombuffer(encoded, np.uint8)
-        positions = np.cumsum(distances, dtype=np.int64)[distances != _SKIP] - 1
-        count = len(positions)
-        planes = np.empty((itemsize, count), dtype=np.uint8)
-        for plane in planes:
-            encoded, at = _part(changes, at)
-            if 0 < len(encoded) < count:
-                encoded = zlib.decompressobj().decompress(encoded, count)
-            plane[:] = np.frombuffer(encoded, np.uint8) if encoded else 0
-        if at != len(changes):
-            raise ValueError(f"{len(changes) - at} bytes are left")
-        bits = np.ascontiguousarray(planes.T).view(f"<u{itemsize}").reshape(count)
-        elements = new.view(bits.dtype)
-        # A position that does not exist is an IndexError, and -1 would be the last element.
-        if count and positions[0] < 0:
-            raise ValueError("the first changed element is before the block")
-        elements[positions] = elements.take(positions) ^ bits
-    except (ValueError, IndexError, struct.error, zlib.error) as cause:
+        if changes:
+            encoded: bytes | memoryview
+            encoded, at = _part(changes, 0)
+            distances = np.frombuffer(encoded, np.uint8)
+            positions = np.cumsum(distances, dtype=np.intp)[distances != _SKIP] - 1
+            count = len(positions)
+            planes = np.empty((itemsize, count), dtype=np.uint8)
+            for plane in planes:
+                encoded, at = _part(changes, at)
+                if 0 < len(encoded) < count:
+                    encoded = zlib.decompressobj().decompress(encoded, count)
+                plane[:] = np.frombuffer(encoded, np.uint8) if encoded else 0
+            if at != len(changes):
+                raise ValueError(f"{len(changes) - at} bytes are left")
+            if count and not 0 <= positions[0] <= positions[-1] < len(elements):
+                raise ValueError("a changed element is outside of the block")
+            bits = np.ascontiguousarray(planes.T).view(elements.dtype).reshape(count)
+    except (ValueError, struct.error, zlib.error) as cause:
         raise ProtocolError(f"a difference of weights that cannot be read: {cause}") from cause
+
+    def fill(start: int, stop: int) -> None:
+        np.copyto(new[start:stop], old[start:stop])
+        first, end = np.searchsorted(positions, (start // itemsize, stop // itemsize))
+        elements[positions[first:end]] ^= bits[first:end]
+
+    return digest(new, fill)
 
 
 def _part(changes: bytes | bytearray | memoryview, at: int) -> tuple[memoryview, int]:

@@ -17,6 +17,7 @@ hashes.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,20 +43,30 @@ _OF_COLUMNS = _factors(_COLUMNS, 1) & ~np.uint64(1)
 _of_rows = _factors(256, 1 << 32) | np.uint64(1)
 """As many as the largest block so far has rows."""
 
+_PIECE_NBYTES = 64 * _ROW_NBYTES
+"""What is filled and digested at a time, so that it is in the cache of the core."""
 
-def digest(data: Bytes) -> int:
-    """Return the digest of a block, a number below 2^64."""
+
+def digest(data: Bytes, fill: Callable[[int, int], object] | None = None) -> int:
+    """Return the digest of a block, a number below 2^64.
+
+    ``fill`` writes the bytes from a position to another one, just before they are digested.
+    """
     global _of_rows
     num_rows, rest = divmod(len(data), _ROW_NBYTES)
+    if num_rows > len(_of_rows):
+        _of_rows = _factors(num_rows, 1 << 32) | np.uint64(1)
+    total, step = 0, len(data) if fill is None else _PIECE_NBYTES
+    for start in range(0, len(data), step or 1):
+        stop = min(start + step, len(data))
+        if fill is not None:
+            fill(start, stop)
+        first, end = start // _ROW_NBYTES, stop // _ROW_NBYTES
+        if first < end:
+            rows = data[start : end * _ROW_NBYTES].view("<u8").reshape(end - first, _COLUMNS)
+            total += int(np.dot(np.add.reduce(rows, axis=0), _OF_COLUMNS))
+            total += int(np.dot(np.add.reduce(rows, axis=1), _of_rows[first:end]))
     hashed = hashlib.blake2b(len(data).to_bytes(8, "little"), digest_size=DIGEST_NBYTES)
     if rest:
         hashed.update(data[-rest:].data)
-    total = int.from_bytes(hashed.digest(), "little")
-    if num_rows:
-        rows = data[: num_rows * _ROW_NBYTES].view("<u8").reshape(num_rows, _COLUMNS)
-        of_rows = _of_rows
-        if num_rows > len(of_rows):
-            of_rows = _of_rows = _factors(num_rows, 1 << 32) | np.uint64(1)
-        total += int(np.dot(np.add.reduce(rows, axis=0), _OF_COLUMNS))
-        total += int(np.dot(np.add.reduce(rows, axis=1), of_rows[:num_rows]))
-    return total % _MODULUS
+    return (int.from_bytes(hashed.digest(), "little") + total) % _MODULUS

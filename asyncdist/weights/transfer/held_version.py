@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from asyncdist.errors import ProtocolError
 from asyncdist.kernel import ReadMapping
-from asyncdist.weights.content.difference import difference
+from asyncdist.weights.content.difference import difference, restore
 from asyncdist.weights.content.digest import digest
 from asyncdist.weights.content.layout import Block
 from asyncdist.weights.content.selection import Selection, flat_range
@@ -128,9 +128,20 @@ class HeldVersion:
         part = flat_range(self.part(selection, place.name), start, start + block.nbytes // itemsize)
         return part.view(torch.uint8).numpy()
 
-    def verify(self, number: int) -> bool:
-        """Return whether the bytes of a block have its digest."""
-        return digest(self.array(self.blocks[number])) == int(self.digests[number])
+    def arrive(self, number: int, buffer: memoryview, base: HeldVersion | None) -> bool:
+        """Take a block, or how it differs from that of ``base``; return whether its bytes have its digest."""
+        block = self.blocks[number]
+        array = self.array(block)
+        if buffer.nbytes == block.nbytes:
+            found = digest(array)
+        elif base is None:
+            return False
+        else:
+            try:
+                found = restore(base.array(block), buffer, block.place.dtype.itemsize, array)
+            except ProtocolError:
+                return False
+        return found == int(self.digests[number])
 
     def advance(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -15,7 +15,6 @@ from asyncdist.base.callables import Callback
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.kernel import ReadMapping
 from asyncdist.net import IncomingMessage, PeerChannel
-from asyncdist.weights.content.difference import restore
 from asyncdist.weights.content.digest import DIGEST_NBYTES
 from asyncdist.weights.errors import DigestError, WeightsError
 from asyncdist.weights.transfer.held_version import HeldVersion
@@ -84,24 +83,12 @@ class Pull:
         self.signs += 1
         return numbers
 
-    def _restore(self, number: int, buffer: memoryview) -> bool:
-        """Write a block that has arrived as a difference; return whether this was possible."""
-        block, base = self.held.blocks[number], self.base
-        assert base is not None
-        try:
-            restore(base.array(block), buffer, block.place.dtype.itemsize, self.held.array(block))
-        except ProtocolError:
-            return False
-        return True
-
     def arrived(self, numbers: range, buffers: Sequence[memoryview]) -> None:
         """Verify blocks whose bytes, or differences, are here."""
         held = self.held
         self.signs += 1
         for number, buffer in zip(numbers, buffers, strict=True):
-            is_changes = buffer.nbytes < held.blocks[number].nbytes
-            is_right = (not is_changes or self._restore(number, buffer)) and held.verify(number)
-            if not is_right:
+            if not held.arrive(number, buffer, self.base):
                 name = held.blocks[number].place.name
                 self.fail(DigestError(name, self.channel.peer.name, str(held.version)))
                 return

@@ -25,9 +25,9 @@ _SIGN = STALL / 4
 _MOST_REQUESTS = 64
 """The most open requests of one channel. A reader has a few."""
 _SHARE_NBYTES = 4 << 20
-"""Bytes that a thread compares at a time: a call in a thread takes as long as the comparison of some hundred KiB."""
+"""Bytes that the thread compares at a time: a call in a thread takes as long as the comparison of some hundred KiB."""
 _SHARES_AHEAD = 2
-"""Shares that threads compare while the one before travels."""
+"""Shares that are compared while the one before travels."""
 
 
 class _Request:
@@ -42,9 +42,10 @@ class _Request:
 class VersionServer:
     """Answers the questions of readers about ``versions``, which this process has, by entry."""
 
-    def __init__(self, versions: Mapping[str, HeldVersion], threads: DaemonThreadPool) -> None:
+    def __init__(self, versions: Mapping[str, HeldVersion]) -> None:
         self._versions = versions
-        self._threads = threads
+        # Two threads that compare take turns with the interpreter, and together longer than one.
+        self._comparing = DaemonThreadPool("asyncdist-weights-compare", 1, idle_timeout=5.0)
         self._requests: dict[tuple[PeerChannel, int], _Request] = {}
 
     def ask(self, channel: PeerChannel, question: Question) -> None:
@@ -90,6 +91,7 @@ class VersionServer:
         tasks = [request.task for request in self._requests.values()]
         for channel in {channel for channel, _ in self._requests}:
             self.closed(channel)
+        self._comparing.shutdown(wait=False)
         if tasks:
             await asyncio.wait(tasks)
 
@@ -157,7 +159,7 @@ class VersionServer:
                 else:
                     while asked < here and len(gathering) < _SHARES_AHEAD:
                         end = group_end(sizes, asked, here, _SHARE_NBYTES)
-                        call = self._threads.submit(_gather, held, selection, range(asked, end), question.base, base)
+                        call = self._comparing.submit(_gather, held, selection, range(asked, end), question.base, base)
                         gathering.append(asyncio.wrap_future(call))
                         asked = end
                     buffers, digests = await gathering.popleft()

@@ -62,7 +62,7 @@ class TransferPort:
         self.pool = SegmentPool(self.threads, self._tell_closed)
         self._versions: dict[str, HeldVersion] = {}
         """By entry."""
-        self._server = VersionServer(self._versions, self.threads)
+        self._server = VersionServer(self._versions)
         self._puller = VersionPuller()
         self._mapped: dict[HeldVersion, MappedSource] = {}
         self._renewing: set[asyncio.Future[None]] = set()
