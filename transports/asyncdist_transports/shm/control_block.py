@@ -86,8 +86,7 @@ class OwnControlBlock(ControlBlock):
     def __init__(self, arena: Arena, world_size: int, fence: Fence) -> None:
         self.block: ArenaBlock = arena.allocate(self.nbytes(world_size))
         super().__init__(arena.mapping, self.block.offset, world_size)
-        for entry in range(len(self.words)):
-            self.words[entry] = 0
+        self.words.cast("B")[:] = bytes(self.words.nbytes)
         self._fence = fence
         self._free = list(range(self._directory, self._directory + 2 * _PAIRS, 2))[::-1]
 
