@@ -136,7 +136,9 @@ class World(ProcessBound):
             name: Name in error messages and traces. Members match their calls by it.
             timeout: Default limit of the group's operations.
         """
-        group = self._make(tuple(range(len(member_ids))), tuple(member_ids), name, timeout)
+        chosen, members = tuple(member_ids), tuple(range(len(member_ids)))
+        # The group of the whole world keeps one tuple: each has 40 bytes for a rank.
+        group = self._make(members, members if chosen == members else chosen, name, timeout)
         assert group is not None, "this rank is not a member"
         return group
 
