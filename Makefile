@@ -25,8 +25,9 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 train: $(READY)  ## train on real digits, two ranks, over our own transport
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(RANKS) examples/train_digits.py
 
-# Many tests wait for processes, so three workers use two cores better than two. Workers take tests in order and steal from each other: ranks are forked off one process per folder. Bytecode is kept even
-# where the environment says otherwise, or each of several hundred processes would compile the package again.
+# Many tests wait for processes, so three workers use two cores better than two. Workers take tests in order and steal from each
+# other: ranks are forked off one process per folder. Bytecode is kept even where the environment says otherwise, or each of
+# several hundred processes would compile the package again.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 test: $(READY)  ## run the essential tests, in WORKERS processes: about eight minutes on two cores
