@@ -24,7 +24,7 @@ _SIGN = STALL / 4
 """Seconds after which a source without blocks says that it is alive."""
 _MOST_REQUESTS = 64
 """The most open requests of one channel. A reader has a few."""
-_SHARE_NBYTES = 4 << 20
+_SHARE_NBYTES = 8 << 20
 """Bytes that the thread compares at a time: a call in a thread takes as long as the comparison of some hundred KiB."""
 _SHARES_AHEAD = 2
 """Shares that are compared while the one before travels."""
