@@ -8,6 +8,7 @@ import itertools
 import random
 import select
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from asyncdist.cli.page import Column, Grid, duration, times
 from asyncdist.errors import BenchmarkError
 from benchmarks.benchmark import Benchmark, option
 from benchmarks.grid import Case, GridReport, Line, lines
-from benchmarks.laboratory import hear_all
+from benchmarks.laboratory import HOST, hear_all
 from benchmarks.processes import PATIENCE, RankProcess
 
 FAULTS = {
@@ -64,9 +65,7 @@ class FaultsPlan:
         "5,0.5", "Values of ASYNCDIST_HEARTBEAT to measure with.", _HEARTBEATS, name="--heartbeat"
     )
     gloo: bool = option(False, "Also measure torch's gloo.")
-    torchft: bool = option(
-        False, "Also measure asyncdist and gloo under torchft, on one host; needs torch 2.14 or later."
-    )
+    torchft: bool = option(False, "Also measure asyncdist and gloo under torchft; needs torch 2.14 or later.")
     limit: float = option(60.0, "Seconds after which a fault counts as unnoticed.", Seconds(1))
     every: tuple[float, ...] = (15.0, 2.0)
 
@@ -84,7 +83,7 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
     \b
     python -m benchmarks faults --gloo --output docs/bench
     python -m benchmarks faults kill stop --rounds 5 --heartbeat 0.5
-    python -m benchmarks faults kill stop join throughput --torchft
+    python -m benchmarks faults kill stop cut drop join throughput --torchft
     """
 
     title = "Failures"
@@ -103,7 +102,7 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
             for fault in (part for part in plan.parts if part in FAULTS):
                 # Heartbeats make no difference where the connections of a process end.
                 contenders = ("shm+tcp",) if fault in ON_TWO_HOSTS else plan.transports
-                if fault in ("kill", "stop"):
+                if fault != "hold":
                     contenders = (*contenders, *self._under_torchft)
                 beats = plan.heartbeats[:1] if fault.startswith("kill") else plan.heartbeats
                 for heartbeat in beats if contenders else ():
@@ -146,6 +145,11 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
                         title, _fault_columns(report.plan.limit, report.plan.torchft), lines(cases), group_rows=True
                     )
                 )
+        if report.of("throughput"):
+            about.append(
+                "steps kept: those that the three survivors of each kill commit until the next one, over those of three "
+                "members without kills; the last column counts the replacement, too. A step takes 20 ms"
+            )
         if jobs := report.of(*JOBS):
             grids.append(Grid.of("Jobs whose members change", _JOB_COLUMNS, lines(jobs)))
         return about, grids
@@ -177,20 +181,28 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
         function = "wait_with_gloo" if who == "gloo" else "wait_with_asyncdist"
         arguments: tuple[Any, ...] = ()
         if who in TORCHFT:
-            function, arguments = "wait_under_torchft", (TORCHFT[who], *self._lighthouse(heartbeat))
+            function, arguments = (
+                "wait_under_torchft",
+                (TORCHFT[who], *self._lighthouse(heartbeat, 0 if fault in ON_TWO_HOSTS else None)),
+            )
         elif fault not in ON_TWO_HOSTS and who != "gloo":
             environment["ASYNCDIST_TRANSPORT"] = who
         ranks = []
         for rank in range(size):
             host = 2 * rank // size if fault in ON_TWO_HOSTS else None
-            ranks.append(self.laboratory.start(function, where, rank, size, *arguments, host=host, **environment))
+            own = (self._address(host),) if who in TORCHFT else ()
+            ranks.append(self.laboratory.start(function, where, rank, size, *arguments, *own, host=host, **environment))
         hear_all(ranks, PATIENCE)
         return ranks
 
-    def _lighthouse(self, heartbeat: float | None = None) -> tuple[int, float]:
-        """Start a lighthouse; return its port and the seconds after which it forgets replicas, by default torchft's 5."""
+    def _address(self, host: int | None) -> str:
+        return HOST if host is None or self.laboratory.hosts is None else self.laboratory.hosts.addresses[host]
+
+    def _lighthouse(self, heartbeat: float | None = None, host: int | None = None) -> tuple[str, float]:
+        """Start a lighthouse; return its URL and the seconds after which it forgets replicas, by default torchft's 5."""
         limit = heartbeat or 5.0
-        return self.laboratory.start("serve_lighthouse", limit).hear(), limit
+        port = self.laboratory.start("serve_lighthouse", limit, host=host).hear()
+        return f"http://{self._address(host)}:{port}", limit
 
     def _round(self, case: Case, who: str, ranks: Sequence[RankProcess]) -> bool:
         """Let the fault happen, and note the times; return False if a rank has not noticed it within the limit."""
@@ -210,11 +222,13 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
             return False
         further = {}
         if who != "gloo":
-            outcomes = hear_all(told, 3 * PATIENCE if who in TORCHFT else PATIENCE)
-            again = [time_of - at for (error, time_of), at in zip(outcomes, failed, strict=True) if error is None]
+            # Replicas that are cut off from the lighthouse ask it for a minute.
+            heard = told[: (self.plan.ranks + 1) // 2] if who in TORCHFT and case.part in ("cut", "drop") else told
+            outcomes = hear_all(heard, 3 * PATIENCE if who in TORCHFT else PATIENCE)
+            again = [time_of - at for (error, time_of), at in zip(outcomes, failed, strict=False) if error is None]
             if not again and who not in TORCHFT:
                 raise BenchmarkError(f"no rank could go on after {case.part!r}: {outcomes}")
-            further = {"again": max(again)} if len(again) == len(told) or who not in TORCHFT else {}
+            further = {"again": max(again)} if len(again) == len(heard) or who not in TORCHFT else {}
         case.add(who, max(failed) - begun, **further)
         return True
 
@@ -270,7 +284,7 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
         """Measure the steps of four members, without kills and then with one kill in ``every`` seconds.
 
         The figure is the steps that all members commit with kills, over those that as many members commit without
-        kills, before and after each turn.
+        kills, before and after each turn; ``"survivors"`` leaves out the newest member in both.
         """
         size, kills = 4, max(1, round(_DISTURBED / every))
         name = f"{size} members train, one is killed and replaced every {every:g} s"
@@ -281,16 +295,18 @@ class FaultsBenchmark(Benchmark[FaultsPlan]):
             hear_all(members, PATIENCE)
             chance = random.Random(0)
             # In turns, because the speed of the machine may change.
-            undisturbed, steps = [_member_steps(members, _UNDISTURBED)], 0
+            undisturbed, steps, kept = [_member_steps(members, _UNDISTURBED)], 0, 0
             for _ in range(_TURNS):
                 for _ in range(kills):
                     members.pop(chance.randrange(size)).kill()
                     members.append(start("train", 2, size))
-                    steps += _member_steps(members, every)
+                    steps += (counted := _member_steps(members, every)).total()
+                    kept += counted.total() - counted[members[-1]]
                 _wait_for_all(members)
                 undisturbed.append(_member_steps(members, _UNDISTURBED))
-        rates = [(before + after) / 2 / _UNDISTURBED for before, after in itertools.pairwise(undisturbed)]
-        case.add(who, steps / (sum(rates) * kills * every))
+        rates = [(before + after).total() / 2 / _UNDISTURBED for before, after in itertools.pairwise(undisturbed)]
+        without = sum(rates) * kills * every
+        case.add(who, steps / without, survivors=kept / (without * (size - 1) / size))
         return case
 
 
@@ -324,6 +340,7 @@ _JOB_COLUMNS: list[Column[Line]] = [
     ("rounds", lambda line: str(line[0].facts.get("kills", len(line[0].of(line[1]))))),
     ("median", lambda line: _median(line[0].of(line[1])) if line[0].unit == "s" else "—"),
     ("longest", lambda line: _longest(line[0].of(line[1])) if line[0].unit == "s" else "—"),
+    ("steps kept by survivors", lambda line: _share(line[0].of(line[1], "survivors"))),
     ("of the throughput without kills", lambda line: "—" if line[0].unit == "s" else f"{line[0].median(line[1]):.0%}"),
 ]
 
@@ -342,6 +359,10 @@ def _median(samples: Sequence[float]) -> str:
     return duration(median(samples))
 
 
+def _share(samples: Sequence[float]) -> str:
+    return f"{median(samples):.0%}" if samples else "—"
+
+
 def _longest(samples: Sequence[float]) -> str:
     return duration(max(samples))
 
@@ -357,11 +378,11 @@ def _wait_for_all(members: Sequence[RankProcess]) -> None:
             raise TimeoutError(f"{len(waiting)} of {len(members)} members do not train together after {PATIENCE:g} s")
 
 
-def _member_steps(members: Sequence[RankProcess], seconds: float) -> int:
-    """Count the steps that members commit within some seconds, each once for each member."""
-    steps, end = 0, time.monotonic() + seconds
+def _member_steps(members: Sequence[RankProcess], seconds: float) -> Counter[RankProcess]:
+    """Count the steps that each member commits within some seconds."""
+    steps, end = Counter[RankProcess](), time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         for member in select.select(members, (), (), left)[0]:
             member.hear()
-            steps += 1
+            steps[member] += 1
     return steps

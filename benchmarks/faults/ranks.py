@@ -19,6 +19,7 @@ import torch
 from asyncdist import sync
 from asyncdist.elastic import session as elastic
 from asyncdist.errors import GroupError
+from benchmarks.laboratory import HOST
 
 torch.set_num_threads(1)
 
@@ -122,7 +123,6 @@ def train(test: Connection, job: str, min_size: int, start_size: int) -> None:
 
 _MOST_PROCESSES = 1000
 """The processes of a job, also those that follow killed ones. gloo needs their number, and another rank for each."""
-_HOST = "127.0.0.1"
 
 
 def serve_lighthouse(test: Connection, heartbeat: float) -> None:
@@ -134,8 +134,8 @@ def serve_lighthouse(test: Connection, heartbeat: float) -> None:
     test.recv()
 
 
-def _manager(where: str, backend: str, lighthouse: int, limit: float, number: int) -> Any:
-    """Return the manager of a replica of one rank. ``number`` is that of the process.
+def _manager(where: str, backend: str, lighthouse: str, limit: float, number: int, own: str = HOST) -> Any:
+    """Return the manager of a replica of one rank. ``number`` is that of the process, and ``own`` its host's address.
 
     Operations time out after ``limit`` seconds, so that gloo, too, notices a silent rank after them; 60 is the default.
     """
@@ -147,19 +147,21 @@ def _manager(where: str, backend: str, lighthouse: int, limit: float, number: in
         backend, init_method=where, rank=number, world_size=_MOST_PROCESSES, enable_reconfigure=True,
         timeout=timedelta(seconds=limit),
     )  # fmt: skip
-    own = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
     return Manager(
         pg=dist.group.WORLD, min_replica_size=1, use_async_quorum=False, replica_id=f"replica_{number}", rank=0,
-        load_state_dict=bool, state_dict=dict, lighthouse_addr=f"http://{_HOST}:{lighthouse}", world_size=1,
-        store_addr=_HOST, store_port=own.port, hostname=_HOST, timeout=timedelta(seconds=limit),
+        load_state_dict=bool, state_dict=dict, lighthouse_addr=lighthouse, world_size=1,
+        store_addr=own, store_port=store.port, hostname=own, timeout=timedelta(seconds=limit),
+        # The state of a first step would be fetched by the machine's name, which other namespaces take for themselves.
+        init_sync=False,
     )  # fmt: skip
 
 
 def wait_under_torchft(
-    test: Connection, where: str, rank: int, size: int, backend: str, lighthouse: int, limit: float
+    test: Connection, where: str, rank: int, size: int, backend: str, lighthouse: str, limit: float, own: str
 ) -> None:
     """Do as `wait_with_asyncdist` does, with a group that torchft's manager changes."""
-    manager, tensor = _manager(where, backend, lighthouse, limit, rank), torch.ones(1)
+    manager, tensor = _manager(where, backend, lighthouse, limit, rank, own), torch.ones(1)
     for _ in range(_WARM_UPS):
         manager.start_quorum()
         while manager.num_participants() < size:
@@ -175,8 +177,8 @@ def wait_under_torchft(
         while not manager.should_commit():
             manager.start_quorum()
             manager.allreduce(tensor).wait()
-    # The lighthouse does not answer as long as other replicas wait for their all-reduce.
-    except TimeoutError as error:
+    # The lighthouse does not answer as long as other replicas wait for their all-reduce, or cannot be reached.
+    except (TimeoutError, RuntimeError) as error:
         test.send((type(error).__name__, time.monotonic()))
     else:
         test.send((None, time.monotonic()))
@@ -185,7 +187,7 @@ def wait_under_torchft(
 
 
 def join_under_torchft(
-    test: Connection, where: str, number: int, backend: str, lighthouse: int, limit: float, least: int, begun: int
+    test: Connection, where: str, number: int, backend: str, lighthouse: str, limit: float, least: int, begun: int
 ) -> None:
     """Do as `join` does, under torchft, with a first group of ``begun``; then send (time, members) of each change."""
     test.send("ready")
@@ -201,7 +203,7 @@ def join_under_torchft(
 
 
 def train_under_torchft(
-    test: Connection, where: str, number: int, backend: str, lighthouse: int, limit: float, least: int, begun: int
+    test: Connection, where: str, number: int, backend: str, lighthouse: str, limit: float, least: int, begun: int
 ) -> None:
     """Do as `train` does, under torchft."""
     for committed in _steps_under_torchft(where, number, backend, lighthouse, limit, STEP_SECONDS, _GRADIENTS):
@@ -209,7 +211,7 @@ def train_under_torchft(
 
 
 def _steps_under_torchft(
-    where: str, number: int, backend: str, lighthouse: int, limit: float, seconds: float, count: int
+    where: str, number: int, backend: str, lighthouse: str, limit: float, seconds: float, count: int
 ) -> Iterator[tuple[float, int]]:
     """Train without end; yield the time and the number of members of each committed step."""
     manager, gradients = _manager(where, backend, lighthouse, limit, number), torch.ones(count)
