@@ -161,6 +161,7 @@ class Arena:
         except OSError as cause:
             raise SharedMemoryError(f"{failed}: {cause}") from cause
         closing = weakref.finalize(self, os.close, self.descriptor)
+        closing.atexit = False  # other threads may use the arena until the process has ended
         try:
             os.ftruncate(self.descriptor, self.nbytes)
             self.mapping = ArenaMapping(self.descriptor, self.nbytes)

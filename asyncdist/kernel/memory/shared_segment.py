@@ -67,6 +67,7 @@ class SharedSegment:
                 "of this process or container"
             ) from cause
         self._closing = weakref.finalize(self, os.close, descriptor)
+        self._closing.atexit = False
         self._descriptor = descriptor
         lifecycle.close_in_children(self)
         mapping = ArenaMapping(descriptor, self.nbytes)
@@ -105,6 +106,7 @@ class ReadMapping:
         self.id, self.nbytes = id, nbytes
         self._descriptor = descriptor
         self._closing = weakref.finalize(self, os.close, descriptor)
+        self._closing.atexit = False
         self.is_renewed = False
         self._is_populated = False
         lifecycle.close_in_children(self)
