@@ -15,8 +15,7 @@ from typing import Any
 
 import msgpack
 
-from asyncdist.base.backoff import Backoff
-from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.descriptors import naming_exhaustion
 from asyncdist.base.interrupts import shorten_interrupts
 from asyncdist.base.lifecycle import ProcessBound
@@ -32,7 +31,7 @@ from asyncdist.groups.introductions import ADDRESSES, HOSTS, STATUS_PORTS, intro
 from asyncdist.groups.subgroups import NonMember
 from asyncdist.kernel.algorithms.selection import forced_by
 from asyncdist.kernel.collectives.arguments import checked_text, whole_number_of
-from asyncdist.kernel.engine.endpoint import LAST_WORDS, Endpoint
+from asyncdist.kernel.engine.endpoint import Endpoint, last_words
 from asyncdist.kernel.tracing import dump_signal
 from asyncdist.kernel.tracing.metrics import serve_configured_metrics
 from asyncdist.kernel.tracing.stacks import watch_tasks
@@ -42,9 +41,6 @@ from asyncdist.rendezvous import RendezvousSession, meet
 from asyncdist.status.port import StatusPort
 
 log = logging.getLogger("asyncdist")
-
-_FIRST_PAUSE, _LONGEST_PAUSE = 1e-3, 8e-3
-"""Seconds between two checks whether every failure notice has been sent."""
 
 
 class World(ProcessBound):
@@ -199,7 +195,7 @@ class World(ProcessBound):
         """Disconnect from the peers and then from the store. Idempotent; runs on the loop that opened the world."""
         try:
             flushed = self.endpoint.notices_flushed()
-            async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, Deadline.after(LAST_WORDS)):
+            async for _ in last_words():
                 if flushed.is_completed():
                     break
         finally:

@@ -21,6 +21,7 @@ from asyncdist.net.security.tls import TlsSocket, client_context, rank_contexts,
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.protocol.c10d import Code
 from asyncdist.testing.cluster import world_of
+from asyncdist_transports.tcp.connection import Outbound
 from tests.support.c10d_peer import Peer
 
 FILES = Path(__file__).parents[1] / "tls"
@@ -228,7 +229,7 @@ async def fill(groups) -> list[Work]:
     """Send from rank 1 to rank 0, which posts no receive, until rank 1 holds a TLS record; return the complete sends."""
     (tcp,) = groups[1].endpoint.transport_selector.transports
     sends = []
-    while not tcp.holds_bytes():
+    while not any(connection.unsent for connection in tcp.connections.values() if isinstance(connection, Outbound)):
         sends.append(groups[1].send(torch.full((4000,), float(len(sends))), 0, tag=1))
         await asyncio.sleep(0)
     return [send for send in sends if send.is_completed()]

@@ -17,7 +17,10 @@ from time import monotonic
 from typing import Any
 
 from asyncdist.base import lifecycle
+from asyncdist.base.backoff import Backoff
+from asyncdist.base.backoff import Sleep as Pause
 from asyncdist.base.callables import Callback
+from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.timers import TimerTable
 from asyncdist.config import DEFAULT_LANES, Config
@@ -54,12 +57,17 @@ from asyncdist.kernel.transport.wire_format import ABORT, AGREE, CALLED, GOODBYE
 from asyncdist.net.detector import Liveness
 from asyncdist.net.process_identity import Neighbours
 
-LAST_WORDS = 1.0
-"""Seconds for which a rank that leaves may wait until its failure notices and last bytes have been sent."""
+_LAST_WORDS, _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 1e-3, 8e-3
+"""Seconds for which a rank that leaves may wait until its notices and last bytes are sent, and between two looks."""
 _MOST_PROBLEMS = 4
 """The number of connectivity problems that an error message lists."""
 _MANY_RECEIVES = 64
 """The number of pending receives from which on each call no longer asks whether nothing else is pending."""
+
+
+def last_words(pause: Pause | None = None) -> Backoff:
+    """Return the looks of a rank that leaves at whether its last bytes have been sent, which no event reports."""
+    return Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, Deadline.after(_LAST_WORDS), sleep=pause)
 
 
 class Endpoint:
@@ -109,6 +117,7 @@ class Endpoint:
         self.fail, self.gone, self.lost, self.suspect = failures.fail, failures.gone, failures.lost, failures.suspect
         self.open, self.end = failures.open, failures.end
         self.no_room, self.closing_frames = failures.no_room, failures.closing_frames
+        self.accepts_notices = failures.accepts_notices
         self.checker = CollectiveChecker(self, failures.channels)
         self.difference = self.checker.difference
         self.direct_calls = DirectCalls(self, self.checker, scratch, self.progress.waiting)
@@ -176,14 +185,23 @@ class Endpoint:
     def notices_flushed(self) -> Until:
         """Return a condition that holds once every failure notice has been sent, also over connections opened for it.
 
-        Nor does a transport then hold bytes of a message that is complete.
+        Nor do bytes of messages then wait on this host that are complete.
         """
+        selector, failures = self.transport_selector, self.failures
         begun: list[bool] = []
-        self.progress.submit(lambda: begun.append(True))  # after the failures that other threads have submitted
+
+        def begin() -> None:
+            begun.append(True)
+            # A heartbeat of a peer that reads these bytes late would end the connection. So it is told over another one.
+            for peer in selector.undelivered() if not failures.failed else ():
+                if not any(transport.may_receive_from(peer) for transport in selector.transports):
+                    self.send_unordered(peer, GOODBYE, bytes(12), failures.goodbye.encode())
+
+        self.progress.submit(begin)  # after the failures that other threads have submitted
 
         def flushed() -> bool:
-            selector, has_last_words = self.transport_selector, self.failures.failed or self.agreements.taken_part
-            return bool(begun) and not (selector.holds_bytes() or (has_last_words and selector.busy()))
+            has_last_words = failures.failed or self.agreements.taken_part
+            return bool(begun) and not (selector.undelivered() or (has_last_words and selector.busy()))
 
         return Until(flushed)
 
@@ -205,8 +223,12 @@ class Endpoint:
         self.progress.submit(self._close)
 
     def _flush_notices(self) -> None:
-        if asyncio._get_running_loop() is None:  # in an event loop, `World.close` waits
-            self.progress.drive(self.notices_flushed(), monotonic() + LAST_WORDS)
+        if asyncio._get_running_loop() is not None:  # `World.close` waits
+            return
+        flushed = self.notices_flushed()
+        for _ in last_words(lambda pause: self.progress.drive(flushed, monotonic() + pause)):
+            if flushed.is_completed():
+                break
 
     def after_fork_in_child(self) -> None:
         """Fail everything in a forked child, which must neither use nor collect the parent's objects."""
@@ -311,7 +333,7 @@ class Endpoint:
 
     def send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
         """Send a control message, unless the peer is gone or not reachable."""
-        if self.failures.accepts_notices(peer):
+        if self.accepts_notices(peer):
             with contextlib.suppress(TransportUnavailableError, OSError):
                 self.link(peer).send_unordered(Outgoing(peer, key[:12] + bytes(4), 0, memoryview(body), None, kind))
 
@@ -339,7 +361,7 @@ class Endpoint:
 
     def watch(self, peer: int) -> None:
         """Open a link to a peer, so that its loss is noticed."""
-        if self.failures.accepts_notices(peer):
+        if self.accepts_notices(peer):
             with contextlib.suppress(TransportUnavailableError, OSError):
                 self.link(peer).open()
 

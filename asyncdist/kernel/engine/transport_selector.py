@@ -178,9 +178,9 @@ class TransportSelector:
                 return True
         return False
 
-    def holds_bytes(self) -> bool:
-        """Return whether a transport holds bytes of messages that are complete."""
-        return any(transport.holds_bytes() for transport in self.transports)
+    def undelivered(self) -> set[int]:
+        """Return the peers for which bytes of messages wait on this host that are complete."""
+        return {peer for transport in self.transports for peer in transport.undelivered()}
 
     def read_arrived(self, inbox: MatchingQueue) -> None:
         """Read all data that has arrived, including the data behind the stalled messages of ``inbox``.

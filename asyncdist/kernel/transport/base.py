@@ -243,12 +243,12 @@ class Transport(ABC):
         """Return whether messages are queued that only this rank's drivers can send."""
         return False
 
-    def holds_bytes(self) -> bool:
-        """Return whether bytes of messages that are complete for the engine wait in this process, such as a TLS record.
+    def undelivered(self) -> Set[int]:
+        """Return the peers for which bytes of messages wait on this host that are complete for the engine.
 
-        A rank that leaves drives its transports until none holds bytes, for a limited time.
+        A rank that leaves drives its transports until there are none, for a limited time.
         """
-        return False
+        return frozenset()
 
     @abstractmethod
     def may_receive_from(self, peer: int) -> bool:
@@ -282,6 +282,9 @@ class Host(MatchingHost, Protocol):
 
     def gone(self, peer: int) -> Exception | None:
         """Return the error of a lost peer, whose connections must be refused; None if the peer is not lost."""
+
+    def accepts_notices(self, peer: int) -> bool:
+        """Return whether a peer is neither lost nor leaving."""
 
     def lost(self, peer: int, reason: str) -> None:
         """Fail every group that contains a peer whose connection ended without goodbye."""

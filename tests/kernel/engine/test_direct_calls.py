@@ -189,13 +189,16 @@ def test_blocking_calls_make_no_operations_while_a_message_is_expected(issued, t
             group.all_reduce(torch.ones(COUNT), background=False)
         expected = [group.recv(torch.zeros(1), peer, tag=1), group.recv(torch.zeros(1), tag=2)]
         group.barrier(background=False)
-        before = len(issued)
-        values = [group.all_reduce(torch.ones(COUNT), background=False).result()[0].item() for _ in range(50)]
-        # Another thread that takes the lock ends the attempt of a call.
-        few = len(issued) - before < 25
+        few, values = torch.zeros(1), []
+        # A thread that takes the lock, or a peer that gets no core, ends the attempt of a call: a busy machine tries again.
+        while not few and len(values) < 1000:
+            before = len(issued)
+            values += [group.all_reduce(torch.ones(COUNT), background=False).result()[0].item() for _ in range(50)]
+            few[0] = len(issued) - before < 25
+            group.all_reduce(few, ReduceOp.MIN, background=False)
         for tag in (1, 2):
             group.send(torch.ones(1), peer, tag=tag, background=False)
-        return few, values == [2] * 50, [work.wait(PATIENCE) for work in expected]
+        return bool(few), set(values) == {2}, [work.wait(PATIENCE) for work in expected]
 
     assert run_ranks(2, program, transport=transport) == [(True, True, [True, True])] * 2
 

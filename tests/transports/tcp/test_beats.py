@@ -75,7 +75,7 @@ async def test_peer_that_acknowledges_no_heartbeat_is_not_heard_although_its_own
         await asyncio.gather(*(group.all_reduce(torch.ones(10)) for group in groups))
         now, acknowledged = connection.monotonic(), [36]
         monkeypatch.setattr(connection, "monotonic", lambda: now)
-        monkeypatch.setattr(connection, "unacknowledged", lambda sock: (1, acknowledged[0]))
+        monkeypatch.setattr(connection, "delivery", lambda sock: (1, acknowledged[0], 0))
         await hears(groups[0], groups[1], 1)
         now += CONFIG.heartbeat / 10
         for _ in range(20):
@@ -84,3 +84,21 @@ async def test_peer_that_acknowledges_no_heartbeat_is_not_heard_although_its_own
             assert beat(groups[0]) == {1: False}
         acknowledged[0] += 36
         await hears(groups[0], groups[1], 1)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize("left_unread", [True, False])
+async def test_reader_that_beats_receives_the_last_message_of_a_rank_that_has_left(answers, left_unread):
+    """The system discards what it has not sent of a closed connection on which something arrives or was not read."""
+    async with world_of(2, transport="tcp", config=CONFIG.with_(aside_nbytes=1 << 16)) as groups:
+        if answers:
+            await asyncio.gather(*(group.all_reduce(torch.ones(10)) for group in groups))
+        sent, received = torch.arange(50_000), torch.zeros(50_000, dtype=torch.int64)
+        await groups[0].send(sent, 1)
+        if left_unread:
+            beat(groups[1])
+        await groups[0].world.close()
+        beat(groups[1])
+        beat(groups[1])
+        await groups[1].recv(received, 0)
+        assert torch.equal(received, sent)

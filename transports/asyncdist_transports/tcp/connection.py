@@ -24,11 +24,12 @@ from asyncdist_transports.tcp.sockets import (
     WRITE,
     Connected,
     close_socket,
+    delivery,
+    discard_arrived,
     flushed,
     new_socket,
     read_all,
     select_writable,
-    unacknowledged,
 )
 from asyncdist_transports.tcp.transfer_threads import Lender, TransferThreads
 
@@ -156,6 +157,12 @@ class Outbound:
         """Whether the TLS socket holds bytes that it has accepted and not sent."""
         return isinstance(self._sock, TlsSocket) and self._sock.unsent
 
+    def is_delivered(self) -> bool:
+        """Return whether neither this process nor its system holds bytes of messages that are complete."""
+        with contextlib.suppress(OSError):  # another thread may have closed it
+            return not (self.established and (self.holds_bytes or delivery(self._sock)[2]))
+        return True
+
     def pump(self, ready: bool) -> bool:
         """Connect, authenticate, send, and read control messages if the socket is ready. Raises Ended and
         AsyncdistError."""
@@ -278,6 +285,7 @@ class Outbound:
             if self._lender.stop():
                 self.writer.complete_sent()
             whole = self.established and not any(message.sent for message in self.queue)
+            discard_arrived(self._sock)
             close_socket(self._sock, self._host, self.peer if say_goodbye and whole else None)
 
 
@@ -409,7 +417,7 @@ class Inbound:
 
         It is asked of the way back only. If a process does not read its messages, its host may drop further ones.
         """
-        waiting, acknowledged = unacknowledged(self._sock)
+        waiting, acknowledged, _ = delivery(self._sock)
         now = monotonic()
         if not waiting or acknowledged != self._acknowledged:
             self._acknowledged, self._acknowledged_at = acknowledged, now

@@ -23,8 +23,10 @@ _TCP_RTO_MAX_MS = 44
 _RTO_MAX_MS = 1_000, 120_000
 # Seconds within which the kernel notices the death of a host.
 _SILENT_HOST = 40.0
-# Of Linux's `struct tcp_info`: the packets that are sent and not acknowledged, and the bytes acknowledged so far.
-_TCP_INFO = struct.Struct("=24xI92xQ")
+_MOST_DISCARDED = 1 << 16
+# Of Linux's `struct tcp_info`: the packets that are sent and not acknowledged, the bytes acknowledged so far, and those not
+# sent yet.
+_TCP_INFO = struct.Struct("=24xI92xQ16xI")
 
 
 def read_all(sock: Connected, reader: Reader, ready: bool) -> bool:
@@ -36,10 +38,13 @@ def read_all(sock: Connected, reader: Reader, ready: bool) -> bool:
     return moved
 
 
-def unacknowledged(sock: Connected) -> tuple[int, int]:
-    """Return how many sent packets are not acknowledged, and how many bytes are; zeros where the system does not say."""
+def delivery(sock: Connected) -> tuple[int, int, int]:
+    """Return how many sent packets are not acknowledged, how many bytes are, and how many the system has not sent yet.
+
+    Zeros where the system does not say.
+    """
     if not hasattr(socket, "TCP_INFO"):
-        return 0, 0
+        return 0, 0, 0
     information = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     return _TCP_INFO.unpack(information.ljust(_TCP_INFO.size, b"\0"))
 
@@ -63,6 +68,16 @@ def close_socket(sock: Connected, host: Host, peer: int | None) -> None:
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_WR)
     host.retire(cast(socket.socket, sock))
+
+
+def discard_arrived(sock: Connected) -> None:
+    """Read what has arrived on a connection that is about to be closed.
+
+    If anything is left to read then, such as a heartbeat, the system discards what it has not sent yet.
+    """
+    with contextlib.suppress(OSError):
+        while len(sock.recv(_MOST_DISCARDED)) == _MOST_DISCARDED:
+            pass
 
 
 def new_socket(address: str, host: Host) -> socket.socket:

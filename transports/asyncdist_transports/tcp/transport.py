@@ -153,7 +153,8 @@ class TcpTransport(Transport):
             self.host.post(_nothing)
         by_peer: dict[int, list[Inbound | Outbound]] = {}
         for connection in self.connections.values():
-            if connection.peer is not None and connection.is_watched:
+            # A heartbeat to a peer that has left would let its system discard what it has not sent yet.
+            if connection.peer is not None and connection.is_watched and self.host.accepts_notices(connection.peer):
                 by_peer.setdefault(connection.peer, []).append(connection)
         heard = {peer: self._beat(connections) for peer, connections in by_peer.items()}
         if any(heard.values()):
@@ -201,9 +202,9 @@ class TcpTransport(Transport):
                 return True
         return False
 
-    def holds_bytes(self) -> bool:
+    def undelivered(self) -> set[int]:
         outbound = [each for each in list(self.connections.values()) if isinstance(each, Outbound)]
-        return self.is_encrypted and any(connection.holds_bytes for connection in outbound)
+        return {connection.peer for connection in outbound if not connection.is_delivered()}
 
     def go_on(self, connection: Inbound | Outbound) -> None:
         """Go on with a connection after a thread has moved a message."""
