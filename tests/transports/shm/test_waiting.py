@@ -349,6 +349,18 @@ async def test_waiting_for_a_rank_that_left_in_order_raises(eventually):
                     await work
 
 
+async def test_goodbye_of_a_rank_that_has_left_with_an_unread_wake_up_is_read(eventually):
+    """The system reports a reset of the connection before the last packets of the peer."""
+    async with world_of(2, transport="shm") as (zero, one):
+        await asyncio.gather(zero.barrier(), one.barrier())
+        local_peer = shm_of(zero).local_peers[1]
+        zero.world.leave()
+        shm_of(one).local_peers[0].signal()
+        local_peer.close_kept_socket()  # as at the end of its process
+        await eventually(lambda: one.endpoint.lost_peers)
+        assert one.endpoint.lost_peers[0].reason.endswith("(it has destroyed its process group)")
+
+
 # -- needless wake-ups --------------------------------------------------------------------------------
 
 

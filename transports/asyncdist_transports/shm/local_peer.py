@@ -110,6 +110,9 @@ class LocalPeer:
                 packet = self.sock.recv(PACKET_NBYTES)
             except BlockingIOError:
                 return
+            # The peer has closed a socket with unread packets. The system says so before it gives the peer's last packets.
+            except ConnectionResetError:
+                continue
             except OSError as cause:
                 self._peer_closed = True
                 raise PeerGone(cause.strerror or str(cause)) from cause
