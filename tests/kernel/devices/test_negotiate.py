@@ -1,7 +1,6 @@
 """Negotiation of the device backend, and the registry of backends."""
 
 import asyncio
-import importlib.metadata
 import logging
 
 import pytest
@@ -123,7 +122,7 @@ def checkout(monkeypatch):
     caches = registry._registered, registry.load_class
     for cached in caches:
         cached.cache_clear()
-    monkeypatch.setattr(registry, "entry_points", lambda group: importlib.metadata.EntryPoints())
+    monkeypatch.setattr(registry, "distributions", list)
     yield
     for cached in caches:
         cached.cache_clear()
