@@ -94,7 +94,7 @@ class Waiting:
             self.polls, self.attempts = MOST_POLLS, 32
         else:
             # A few polls take no longer than to sleep and to be woken. Where ranks share cores they delay the peers.
-            self.polls, self.attempts = (64 if self._policy.polling is WaitMode.SPIN else 2), 1
+            self.polls, self.attempts = (64 if self._policy.polling is WaitMode.SPIN else 1 if sleeps else 2), 1
         if self._placement is not None and not sleeps:
             self._placement.home = None
 
