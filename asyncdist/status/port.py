@@ -5,8 +5,9 @@ wait in a collective, while a callback blocks the background loop, and after a g
 that thread and its loop; until then the thread of periodic calls watches the port. Nothing is sent while no viewer asks.
 
 A question is a map: ``calls`` and ``window`` as in `Recorder.content`; ``stacks``, the ranks whose Python stacks are
-wanted; ``gather``, whether to ask the other ranks too, within ``limit`` seconds; or only ``look_at``, ranks whose processes
-the asker cannot see. A rank answers with its recorder, and for the world with the answers of all ranks.
+wanted; ``gather``, whether to ask the other ranks too, within ``limit`` seconds, or the first of them and the end; or only
+``look_at``, ranks whose processes the asker cannot see. A rank answers with its recorder, and for the world with the
+answers of all ranks.
 """
 
 from __future__ import annotations
@@ -152,15 +153,17 @@ class StatusPort:
         asked = {**question, "gather": False}
         if not question["gather"]:
             return self._status(asked)
-        found = await gathering.gather(asked, min(float(question["limit"]), _LONGEST_LIMIT))
-        answers = found.answers | {endpoint.rank: self._status(asked)}
+        block = [0, endpoint.world_size] if question["gather"] is True else question["gather"]
+        wanted = range(max(0, int(block[0])), min(int(block[1]), endpoint.world_size))
+        found = await gathering.gather(asked, wanted, min(float(question["limit"]), _LONGEST_LIMIT))
+        answers = found.answers | ({endpoint.rank: self._status(asked)} if endpoint.rank in wanted else {})
         return {
             "world": endpoint.world_id,
             "world_size": endpoint.world_size,
             "answered_by": endpoint.rank,
-            "addresses": list(self._addresses),
+            "addresses": list(self._addresses) if len(wanted) == endpoint.world_size else [],
             "ranks": [answers[rank] for rank in sorted(answers)],
-            "silent": [(rank, why, endpoint.processes.pid_of(rank)) for rank, why in sorted(found.silent.items())],
+            "silent": [(rank, *why) for rank, why in sorted(found.silent.items())],
         }
 
     def _status(self, question: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,7 @@ of a failure, and the agreement. Only sockets, processes and time are simulated.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
-import operator
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack
@@ -27,16 +25,14 @@ from asyncdist.kernel.algorithms import recursive_doubling
 from asyncdist.kernel.algorithms.schedule import Recv, Schedule, Send
 from asyncdist.kernel.engine.control_messages import ENDED, encode_abort, ranks_to_notify
 from asyncdist.kernel.engine.endpoint import Endpoint
-from asyncdist.kernel.membership.agreement import Agreement, AgreementMessage
 from asyncdist.rendezvous.join import Found, WorldSpec, join_world
 from asyncdist.rendezvous.record_store import AddressRecord
 from asyncdist.rendezvous.session import RendezvousSession, TimeLimit
 from benchmarks.scale.cluster import Cluster, Costs
+from benchmarks.scale.simulated_members import SimulatedMembers
 from benchmarks.scale.simulated_store import SimulatedServer, SimulatedStore
 from benchmarks.scale.virtual_time import run
 
-MOST_REGROUPED = 1024
-"""The ranks up to which a regroup is simulated: each has tables of all members, here all in one process."""
 _HEADER_NBYTES = 32
 """The bytes of a message between ranks without its body."""
 _LONG = 1e6
@@ -119,8 +115,7 @@ class _World:
         outcome.later = await self._timed(self._barrier())
         if self._shape.size > 2:
             outcome.known = await self._timed(self._lose(self._shape.size // 2))
-            if self._shape.size <= MOST_REGROUPED:
-                outcome.regroup = await self._timed(self._regroup(self._shape.size // 2))
+            outcome.regroup = await self._timed(self._regroup(self._shape.size // 2))
         return outcome
 
     async def _timed(self, coroutine: Coroutine[Any, Any, None]) -> float:
@@ -173,7 +168,7 @@ class _World:
 
     # -- messages between ranks --------------------------------------------------------------------
 
-    def _send(self, sender: int, receiver: int, nbytes: int, then: Any, *args: Any) -> None:
+    def send(self, sender: int, receiver: int, nbytes: int, then: Any, *args: Any) -> None:
         """Send a message; the first one between two ranks opens their connection, with an exchange before it."""
         one, other, costs = self._cluster.processes[sender], self._cluster.processes[receiver], self._costs
         pair, nbytes = (min(sender, receiver), max(sender, receiver)), _HEADER_NBYTES + nbytes
@@ -219,36 +214,12 @@ class _World:
         if rank not in self._known:
             self._known.add(rank)
             for peer in ranks_to_notify(range(self._shape.size), rank, notified_by):
-                self._send(rank, peer, nbytes, self._learn, peer, rank, nbytes)
+                self.send(rank, peer, nbytes, self._learn, peer, rank, nbytes)
             if len(self._known) == self._shape.size:
                 self._all_know.set_result(None)
 
     async def _regroup(self, lost: int) -> None:
-        members = range(self._shape.size)
-        self._agreements = {rank: Agreement(rank, members, settles_disputes=True) for rank in members if rank != lost}
-        self._undecided = set(self._agreements)
-        self._decided = asyncio.get_running_loop().create_future()
-        for rank, agreement in self._agreements.items():
-            agreement.end(lost, ENDED)
-            agreement.vote(b"")
-            self._pass_on(rank)
-        await self._decided
-
-    def _pass_on(self, rank: int) -> None:
-        agreement = self._agreements[rank]
-        for message, sent in itertools.groupby(agreement.take_outbox(), key=operator.itemgetter(1)):
-            nbytes = len(message.pack())
-            for peer, _ in sent:
-                if peer in self._agreements:
-                    self._send(rank, peer, nbytes, self._receive, peer, rank, message)
-        if agreement.decision is not None:
-            self._undecided.discard(rank)
-            if not self._undecided and not self._decided.done():
-                self._decided.set_result(None)
-
-    def _receive(self, rank: int, sender: int, message: AgreementMessage) -> None:
-        self._agreements[rank].receive(sender, message)
-        self._pass_on(rank)
+        await SimulatedMembers(self._cluster, self._connected, self.send).regroup([lost])
 
 
 class _Barrier:
@@ -270,7 +241,7 @@ class _Barrier:
         for step in self._schedules[place]:
             for action in cast(Iterable[Any], step):
                 if isinstance(action, Send):
-                    self._world._send(self._ranks[place], self._ranks[action.peer], 0, self._take, action.peer, place)
+                    self._world.send(self._ranks[place], self._ranks[action.peer], 0, self._take, action.peer, place)
                 elif isinstance(action, Recv):
                     self._awaited[place] = action.peer
             if not self._has_arrived(place):

@@ -23,9 +23,10 @@ import trio
 import asyncdist
 from asyncdist import sync
 from asyncdist.errors import GroupAbortedError, PeerLostError
+from asyncdist.kernel.engine import agreements
 from asyncdist.kernel.engine.direct_calls import DirectCalls
 from asyncdist.kernel.engine.executor import Executor
-from asyncdist.kernel.membership.agreement import AgreementMessage
+from asyncdist.kernel.membership import relays
 from tests.support.resources import mapped_segments
 
 torch.set_num_threads(1)
@@ -275,8 +276,8 @@ class Rank:
         group = await self.call("regroup", min_size=min_size, timeout=timeout)
         return group.rank(), group.member_ids, group.generation
 
-    async def agree(self, flag=True):
-        return tuple(await self.call("agree", flag))
+    async def agree(self, flag=True, timeout=None):
+        return tuple(await self.call("agree", flag, timeout=timeout))
 
     async def survive(self, count):
         """All-reduce in the default group or, after errors, in its successors; return the members and the result."""
@@ -288,17 +289,21 @@ class Rank:
             else:
                 return sync.group.WORLD.member_ids, result
 
+    def pass_on_messages_in_blocks_of(self, degree):
+        """Let the agreements of this process use relays as in a large group. Call it on all ranks, before the first one."""
+        agreements.DEGREE = degree
+
     def die_in_agreement(self, number):
         """Kill this process before it sends the ``number``-th message of an agreement, counted from 0."""
-        pack, left = AgreementMessage.pack, [number]
+        pack, left = relays.pack_letters, [number]
 
-        def die_or_pack(message):
+        def die_or_pack(letters):
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             left[0] -= 1
-            return pack(message)
+            return pack(letters)
 
-        AgreementMessage.pack = die_or_pack
+        relays.pack_letters = die_or_pack
 
     async def broadcast(self, group, count, src, rounds):
         tensor = self.ones(count)

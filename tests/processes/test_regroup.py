@@ -71,6 +71,44 @@ def test_death_in_the_middle_of_agree_leaves_one_answer(job, all_do, face, doome
     assert all_do(survivors, "regroup")[0][1:] == (tuple(number for number in range(4) if number != doomed), 1)
 
 
+_RELAYS = [
+    {4: 0},  # a relay of two blocks, before it sends anything
+    {4: 1},
+    {2: 1},
+    {0: 2},  # the coordinator
+    {0: 4},
+    {0: 0, 1: 1},
+    {0: 3, 4: 1},  # the coordinator and a relay
+]
+
+
+@pytest.mark.parametrize("doomed", _RELAYS, ids=str)
+def test_death_of_relays_and_coordinators_in_the_middle_of_a_regroup_is_absorbed(job, all_do, face, doomed):
+    """Of eight members in blocks of two, members 0, 2, 4 and 6 pass on what the others say, and 0 and 4 what these say."""
+    ranks = job.world(8, face)
+    all_do(ranks, "pass_on_messages_in_blocks_of", 2)
+    all_do(ranks, "all_reduce", None, 10)
+    for number, moment in doomed.items():
+        ranks[number].do("die_in_agreement", moment)
+    ranks[5].process.kill()
+    alive = ranks[:5] + ranks[6:]
+    for told in alive:
+        told.tell("survive", 1000)
+    answers = {ranks.index(told): outcome(told) for told in alive}
+    ids = tuple(number for number, answer in answers.items() if answer is not None)
+    assert set(range(8)) - set(ids) == {5, *doomed}
+    assert [answers[number] for number in ids] == [(ids, float(len(ids)))] * len(ids)
+
+
+def test_agreement_names_only_the_late_member_although_it_is_a_relay(job, all_do, face):
+    ranks = job.world(6, face)
+    all_do(ranks, "pass_on_messages_in_blocks_of", 2)
+    others = [told for number, told in enumerate(ranks) if number != 2]
+    answers = all_do(others, "agree", True, 2.0)
+    assert {answer.kind for answer in answers} <= {"OperationTimeoutError", "NoQuorumError"}
+    assert answers[0].peers == (2,)
+
+
 def test_memory_of_dead_ranks_is_unmapped_after_regrouping(job, all_do, until, face):
     if job.transport != "shm":
         pytest.skip("maps no memory of peers")

@@ -14,6 +14,7 @@ from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, GroupAbortedError, RendezvousError
 from asyncdist.kernel.tracing.job_status import job_status
 from asyncdist.net import Acceptor, LoopSocket, dial_tcp
+from asyncdist.status import gathering as gathering_module
 from asyncdist.status import port as port_module
 from asyncdist.status.discovery import status_security
 from asyncdist.status.port import StatusPort
@@ -59,6 +60,38 @@ async def test_any_rank_answers_for_all(asked):
             assert [row.state for row in status.rows] == ["pending", "pending", "idle"]
             assert [row.waited_for_by for row in status.rows] == [[], [], [0, 1]]
         await asyncio.gather(*pending, groups[2].barrier())
+
+
+@pytest.mark.parametrize("size", [5, 9])
+async def test_ranks_of_a_large_world_are_asked_in_blocks(monkeypatch, size):
+    monkeypatch.setattr(gathering_module, "_DEGREE", 2)
+    for asked in range(0, size, 3):
+        async with viewed(asked, size=size) as (_, viewer):
+            for _ in range(2):
+                answer = await viewer.ask(QUESTION)
+                assert [each["rank"] for each in answer["ranks"]] == list(range(size))
+                assert answer["silent"] == []
+                assert len(answer["addresses"]) == size
+
+
+async def test_another_rank_is_asked_for_a_block_whose_first_rank_is_silent_or_has_no_port(monkeypatch):
+    monkeypatch.setattr(gathering_module, "_DEGREE", 2)
+    answer_of, never = StatusPort._answer, asyncio.Event()
+
+    async def answer(self, *arguments):
+        if self._endpoint.rank == 2:
+            await never.wait()
+        return await answer_of(self, *arguments)
+
+    monkeypatch.setattr(StatusPort, "_answer", answer)
+    async with viewed(0, size=8) as (groups, viewer):
+        groups[4].world.status_port.close()
+        first, second = [await viewer.ask({**QUESTION, "limit": 1.0}) for _ in range(2)]
+        # By another rank of the host they are all seen to live.
+        assert [each["rank"] for each in first["ranks"]] == [0, 1, 5, 6, 7]
+        assert [rank for rank, *_ in first["silent"]] == [2, 3, 4]
+        assert [each["rank"] for each in second["ranks"]] == [0, 1, 3, 5, 6, 7]
+        assert [rank for rank, *_ in second["silent"]] == [2, 4]
 
 
 async def test_rank_answers_after_its_group_has_failed():

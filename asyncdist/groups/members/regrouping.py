@@ -17,7 +17,7 @@ from asyncdist.kernel.engine.agreements import REGROUP
 from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.kernel.engine.operation import Channel, local_failure
 from asyncdist.kernel.engine.work import Work
-from asyncdist.kernel.membership.agreement import Decision
+from asyncdist.kernel.membership.messages import Decision
 from asyncdist.kernel.transport.wire_format import generation_of
 
 

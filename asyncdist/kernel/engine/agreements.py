@@ -9,9 +9,8 @@ The `Endpoint` owns one `Agreements` and calls it under the lock of its `Progres
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
-import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from time import monotonic
@@ -20,7 +19,9 @@ from asyncdist.errors import ExcludedError, GroupAbortedError, GroupError, NoQuo
 from asyncdist.kernel.engine.executor import EngineHost
 from asyncdist.kernel.engine.group_failures import GroupFailures
 from asyncdist.kernel.engine.operation import Channel, named
-from asyncdist.kernel.membership.agreement import Agreement, AgreementKind, AgreementMessage, Decision
+from asyncdist.kernel.membership.agreement import DEGREE, Agreement
+from asyncdist.kernel.membership.messages import MOST_MEMBERS, AgreementKind, AgreementMessage, Decision
+from asyncdist.kernel.membership.relays import Courier, Letter, pack_letters, unpack_letters
 from asyncdist.kernel.transport.wire_format import AGREE, pack_key
 
 REGROUP = 0xFFFFFFFF
@@ -38,6 +39,8 @@ _ACCUSED_GRACE = 0.03
 """Seconds for which a member that others have lost, and that this rank does not hear, may still answer."""
 _FOLLOWERS_GRACE = 0.5
 """Seconds by which a member waits longer than its coordinator, whose reason to give up is the better one."""
+_HOLD = 3e-3
+"""Seconds for which a relay waits for more messages to pass on together, while this rank is driven."""
 _MAX_KEPT = 4096
 """The number of agreements that are kept: those that are over, for members that ask, and those not begun."""
 
@@ -51,6 +54,7 @@ class _Running:
 
     key: bytes
     agreement: Agreement
+    courier: Courier
     channel: Channel
     finish: Finish | None = None
     what: str = ""
@@ -68,7 +72,7 @@ class Agreements:
         self._rank, self._failures, self._timers, self._host = host.rank, failures, host.timers, host
         self._channels, self._lost_peers = failures.channels, failures.lost_peers
         self._running: dict[bytes, _Running] = {}
-        self._early: dict[bytes, list[tuple[int, AgreementMessage]]] = {}
+        self._early: dict[bytes, list[tuple[int, bytes]]] = {}
         """Messages for groups that this rank has not made yet."""
         self._left: dict[bytes, str] = {}
         """By the first 8 bytes of their keys, the groups in which this rank begins no agreement any more, and why."""
@@ -90,9 +94,6 @@ class Agreements:
             return
         running.finish, running.what = finish, what
         running.timeout, running.deadline = timeout, monotonic() + timeout
-        for peer in channel.members:
-            if peer in self._lost_peers:
-                self._report_loss(running, peer)
         running.agreement.vote(vote)
         if number == REGROUP:
             self.leave(channel, f"rank {self._rank} had called regroup()")
@@ -115,26 +116,33 @@ class Agreements:
     def on_message(self, peer: int, key: bytes, body: bytes) -> None:
         """Handle a message of a peer."""
         self._host.assert_held()
-        try:
-            message = AgreementMessage.unpack(body)
-        except ValueError:
-            return
         running = self._running.get(key[:12])
         if running is None:
             channel = self._channels.get(key[:8])
             if channel is not None and self._rank in channel.members:
                 running = self._find(channel, int.from_bytes(key[8:12], "little"))
             elif key[:8] in self._left:
-                if message.kind in (AgreementKind.PROMISE, AgreementKind.PREPARE):
-                    answer = AgreementMessage(AgreementKind.QUIT, reason=self._left[key[:8]])
-                    self._host.send_unordered(peer, AGREE, key[:12], answer.pack())
+                self._refuse(peer, key[:12], body)
                 return
             else:
-                self._early.setdefault(key[:12], []).append((peer, message))
+                self._early.setdefault(key[:12], []).append((peer, body))
                 self._drop_oldest()
                 return
-        running.agreement.receive(peer, message)
+        self._receive(running, peer, body)
         self._advance(running)
+
+    def _refuse(self, peer: int, key: bytes, packet: bytes) -> None:
+        """Tell a peer that asks in a group of which this rank knows no more than its name that it has quit."""
+        with contextlib.suppress(ValueError):
+            kinds = {AgreementMessage.unpack(letter.body).kind for letter in unpack_letters(packet, MOST_MEMBERS)}
+            if kinds & {AgreementKind.PROMISE, AgreementKind.PREPARE}:
+                answer = AgreementMessage(AgreementKind.QUIT, reason=self._left[key[:8]])
+                self._host.send_unordered(peer, AGREE, key, pack_letters([Letter((), (), False, answer.pack())]))
+
+    def _receive(self, running: _Running, peer: int, body: bytes) -> None:
+        # A peer whose messages are not legible is as good as silent.
+        with contextlib.suppress(ValueError):
+            running.courier.receive(peer, body)
 
     def on_loss(self, peer: int) -> None:
         """Handle the loss of a peer."""
@@ -158,12 +166,14 @@ class Agreements:
         key = pack_key(channel.number, number, 0)[:12]
         running = self._running.get(key)
         if running is None:
-            agreement = Agreement(self._rank, channel.members, settles_disputes=number == REGROUP)
-            running = self._running[key] = _Running(key, agreement, channel)
+            agreement = Agreement(self._rank, channel.members, settles_disputes=number == REGROUP, degree=DEGREE)
+            running = self._running[key] = _Running(key, agreement, Courier(agreement), channel)
+            for peer in self._lost_peers:
+                self._report_loss(running, peer)
             if key[:8] in self._left and (number != REGROUP or channel.prefix not in self._channels):
                 running.agreement.quit(self._left[key[:8]])
-            for peer, message in self._early.pop(key, ()):
-                running.agreement.receive(peer, message)
+            for peer, body in self._early.pop(key, ()):
+                self._receive(running, peer, body)
             self._drop_oldest()
         return running
 
@@ -190,10 +200,7 @@ class Agreements:
     def _advance(self, running: _Running) -> None:
         """Send what an agreement has to say, and end it or look at it again later."""
         agreement = running.agreement
-        for message, sent in itertools.groupby(agreement.take_outbox(), key=operator.itemgetter(1)):
-            body = message.pack()
-            for peer, _ in sent:
-                self._host.send_unordered(peer, AGREE, running.key, body)
+        self._send(running, hold=running.finish is not None)
         decision = agreement.decision
         if decision is not None:
             error = None
@@ -203,6 +210,12 @@ class Agreements:
             self._finish(running, decision if error is None else None, error)
         elif running.finish is not None and not agreement.has_quit:
             self._timers.schedule(running, self._next_look(running), functools.partial(self._look, running))
+
+    def _send(self, running: _Running, *, hold: bool = False) -> None:
+        for peer, packet in running.courier.take_outbox(hold=hold):
+            self._host.send_unordered(peer, AGREE, running.key, packet)
+        if running.courier.holds:
+            self._timers.schedule(running.courier, monotonic() + _HOLD, functools.partial(self._send, running))
 
     def _next_look(self, running: _Running) -> float:
         """Return when to look at an agreement again: after its pause, or once others have had their time."""
@@ -228,25 +241,25 @@ class Agreements:
         for peer in list(agreement.excluded):
             if self._host.has_ended(peer) and peer in self._lost_peers:
                 self._report_loss(running, peer)
-        for peer in agreement.awaited:
+        neighbours = running.courier.neighbours()
+        for peer in dict.fromkeys([*neighbours, *agreement.awaited]):
             if peer == self._rank:
                 continue
             if self._host.has_ended(peer):
                 self._failures.lose_after_reading(peer, "its process has ended")
                 if peer not in self._lost_peers:  # it has left, and its last data may still arrive
                     agreement.end(peer, f"rank {peer} has left")
-            else:
+            elif not agreement.is_large or peer in neighbours:
                 self._host.watch(peer)
         self._lose_accused(running, now)
         has_failed, waits_long = running.channel.error is not None, running.pause >= _ASK_AFTER
         if waits_long:
-            agreement.repeat(to_all=has_failed)
-        elif has_failed:
+            running.courier.repeat(to_all=has_failed)
+        elif has_failed and not agreement.is_large:
             agreement.ask()
-        if has_failed and waits_long:
-            # Others may be the next coordinators, and lost too.
-            for peer in agreement.members:
-                if peer != self._rank and not self._host.hears(peer):
+        if waits_long and (has_failed or agreement.is_large):
+            for peer in running.courier.further_neighbours():
+                if not self._host.hears(peer):
                     self._host.watch(peer)
         running.pause = min(2 * running.pause, _LONGEST_LOOK)
         if agreement.has_quorum_without(self._accused(running)):

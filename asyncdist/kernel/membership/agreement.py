@@ -29,172 +29,28 @@ in PREPARE, and the owner, which may hear the accused member, decides whether it
 one another. A promise therefore names the members that its sender holds lost, and the coordinator leaves out members until
 no such pair is left: first those with the most, and of two equals the later one.
 
+*Large groups.* In a group of more than `degree` members a `Courier` (`relays`) passes messages on along a tree, and only
+the coordinator tells all others anything. Members then do not learn from their connections who holds them lost. So a
+member that gets a message of one that it holds lost answers so.
+
 The owner passes in what happens (`vote`, `receive`, `lose`, `end`, `quit`), and after each call sends what `take_outbox`
 returns. Messages may arrive in any order, and only those to or from members that have ended or are held lost may be
-missing. If a member holds another one lost, the other one eventually holds it lost too.
+missing, and those that a relay had which is lost. If a member holds another one lost, the other one eventually holds it
+lost too.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 
-import msgpack
+from asyncdist.kernel.membership.messages import AgreementKind, AgreementMessage, Ballot, Decision, MemberEnd
 
-Ballot = tuple[int, int]
-"""The position of the coordinator among the members, and its attempt."""
-
-_LONGEST_REASON = 256
-"""The characters of a reason that a message contains."""
-_MOST_REASONS = 64
-"""The different reasons in one part of a message."""
-_ONE_OF_MANY = "one of many different reasons; the logs of the members have it"
-_MOST_MEMBERS = 1 << 20
-"""The members in one part of a message."""
-
-
-class AgreementKind(enum.IntEnum):
-    """The kinds of messages of an agreement."""
-
-    PROMISE = enum.auto()
-    PREPARE = enum.auto()
-    ACCEPT = enum.auto()
-    ACCEPTED = enum.auto()
-    DECIDE = enum.auto()
-    QUIT = enum.auto()
-
-
+DEGREE = 64
+"""The members of a group whose agreements need no relays, and the branches of the tree in a larger one."""
+_NO_BALLOT = -1, 0
 _PROMISE, _PREPARE, _ACCEPT, _ACCEPTED, _DECIDE, _QUIT = AgreementKind
-
-
-class MemberEnd(NamedTuple):
-    """Why a member takes part no more, and whether it is alive and has quit."""
-
-    reason: str
-    has_quit: bool = False
-
-
-class Decision(NamedTuple):
-    """The decision of the members.
-
-    Attributes:
-        votes: The votes of the members that go on, by rank in the order of the members.
-        excluded: Why the other members do not go on, by rank.
-        quitters: The excluded members that were alive and had quit.
-    """
-
-    votes: Mapping[int, bytes]
-    excluded: Mapping[int, str]
-    quitters: Sequence[int] = ()
-
-
-class AgreementMessage(NamedTuple):
-    """A message of an agreement.
-
-    Attributes:
-        kind: The kind of the message.
-        ballot: The ballot that it belongs to.
-        vote: PROMISE: the sender's vote.
-        decision: PROMISE: what the sender accepted last, if anything. ACCEPT, DECIDE: the decision.
-        accepted_in: PROMISE: the ballot in which the sender accepted it.
-        ended: The members that have ended, as far as the sender knows.
-        reason: QUIT: why.
-        lost: PROMISE, PREPARE: the members that the sender holds lost, and why.
-    """
-
-    kind: int
-    ballot: Ballot = (0, 0)
-    vote: bytes = b""
-    decision: Decision | None = None
-    accepted_in: Ballot | None = None
-    ended: Mapping[int, MemberEnd] = {}
-    reason: str = ""
-    lost: Mapping[int, str] = {}
-
-    def pack(self) -> bytes:
-        """Return the message as bytes, which stay few with thousands of members, because a transport limits them.
-
-        It contains equal values once and shortens reasons.
-        """
-        ended, lost = dict(sorted(self.ended.items())), dict(sorted(self.lost.items()))
-        decided = self.decision
-        decision = decided and (_runs(decided.votes), _runs(_shortened(decided.excluded)), decided.quitters)
-        short = _shortened({member: end.reason for member, end in ended.items()})
-        ends = _runs({member: MemberEnd(short[member], end.has_quit) for member, end in ended.items()})
-        reason = self.reason[:_LONGEST_REASON]
-        packed: bytes = msgpack.packb(
-            (self.kind, self.ballot, self.vote, decision, self.accepted_in, ends, reason, _runs(_shortened(lost)))
-        )
-        return packed
-
-    @classmethod
-    def unpack(cls, body: bytes) -> AgreementMessage:
-        """Return the message of `pack`. Raises ValueError for other bytes."""
-        try:
-            kind, ballot, vote, decision, accepted_in, ended, reason, lost = msgpack.unpackb(body)
-            return cls(
-                AgreementKind(kind),
-                _ballot(ballot),
-                bytes(vote),
-                None if decision is None else _decision(*decision),
-                None if accepted_in is None else _ballot(accepted_in),
-                {member: MemberEnd(str(why), bool(has_quit)) for member, (why, has_quit) in _members(*ended)},
-                str(reason),
-                {member: str(why) for member, why in _members(*lost)},
-            )
-        except (ValueError, TypeError, LookupError, msgpack.UnpackException) as cause:
-            raise ValueError("not a message of an agreement") from cause
-
-
-def _ballot(numbers: Sequence[int]) -> Ballot:
-    position, attempt = numbers
-    return int(position), int(attempt)
-
-
-def _decision(votes: Sequence[Any], excluded: Sequence[Any], quitters: Sequence[int]) -> Decision:
-    return Decision(
-        {member: bytes(vote) for member, vote in _members(*votes)},
-        {member: str(reason) for member, reason in _members(*excluded)},
-        tuple(map(int, quitters)),
-    )
-
-
-def _shortened(reasons: Mapping[int, str]) -> dict[int, str]:
-    """Return the reasons, each not too long, and not too many different ones."""
-    kept: set[str] = set()
-    short = {}
-    for member, reason in reasons.items():
-        cut = reason[:_LONGEST_REASON]
-        if len(kept) < _MOST_REASONS or cut in kept:
-            kept.add(cut)
-        else:
-            cut = _ONE_OF_MANY
-        short[member] = cut
-    return short
-
-
-def _runs(values: Mapping[int, Any]) -> tuple[list[Any], list[int]]:
-    """Return the different values, and for each run of consecutive members with one value: its index, the first, their
-    number."""
-    numbers: dict[Any, int] = {}
-    runs: list[int] = []
-    for member, value in values.items():
-        number = numbers.setdefault(value, len(numbers))
-        if runs and number == runs[-3] and member == runs[-2] + runs[-1]:
-            runs[-1] += 1
-        else:
-            runs += (number, member, 1)
-    return list(numbers), runs
-
-
-def _members(values: Sequence[Any], runs: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """Yield what `_runs` has packed, by member."""
-    if sum(runs[2::3]) > _MOST_MEMBERS:
-        raise ValueError("too many members")
-    for number, first, count in zip(runs[::3], runs[1::3], runs[2::3], strict=True):
-        for member in range(first, first + count):
-            yield member, values[number]
 
 
 class Agreement:
@@ -204,19 +60,26 @@ class Agreement:
         member: This member's rank.
         members: The ranks of all members, in the same order on each of them.
         settles_disputes: Whether of two members that hold each other lost only one goes on. Equal on all members.
+        degree: The most members that exchange messages without relays. Equal on all members.
 
     Attributes:
+        place: The position of this member among the members.
+        is_large: Whether relays pass on the messages.
         decision: The decision, once this member knows it. It may exclude this member.
         has_quit: Whether this member has quit.
     """
 
-    def __init__(self, member: int, members: Sequence[int], *, settles_disputes: bool = False) -> None:
-        self.member, self.members = member, tuple(members)
+    def __init__(
+        self, member: int, members: Sequence[int], *, settles_disputes: bool = False, degree: int = DEGREE
+    ) -> None:
+        self.member, self.members, self.degree = member, members, degree
+        self.is_large = len(members) > degree
         self.decision: Decision | None = None
         self.has_quit = False
         self._settles_disputes = settles_disputes
-        self._outbox: list[tuple[int, AgreementMessage]] = []
-        self._positions = {each: position for position, each in enumerate(self.members)}
+        self._outbox: list[tuple[list[int], AgreementMessage]] = []
+        self.places = _Positions(members)
+        self.place = self.places[member]
         self._vote: bytes | None = None
         self._accusations: dict[int, str] = {}
         self._lost: dict[int, str] = {}
@@ -251,11 +114,11 @@ class Agreement:
         return self.has_quorum_without(())
 
     def has_quorum_without(self, members: Collection[int]) -> bool:
-        """Return whether the members that this one does not hold lost are enough to decide without some of them."""
-        present = {each for each in self._present() if each not in members}
-        if all(each in self._ended for each in self.members if each not in present):
+        """Return whether the members that this one does not hold lost are enough to decide without some others."""
+        absent = self._lost.keys() | set(members)
+        if absent <= self._ended.keys():
             return True
-        return 2 * len(present) + (self.members[0] in present) > len(self.members)
+        return 2 * (len(self.members) - len(absent)) + (self.members[0] not in absent) > len(self.members)
 
     @property
     def awaited(self) -> list[int]:
@@ -281,8 +144,12 @@ class Agreement:
         """The members that this one holds lost, by rank, with the reasons."""
         return dict(self._lost)
 
-    def take_outbox(self) -> list[tuple[int, AgreementMessage]]:
-        """Return and remove the messages to send, each with its receiver."""
+    def holds_lost(self, member: int) -> bool:
+        """Return whether this member holds another one lost."""
+        return member in self._lost
+
+    def take_outbox(self) -> list[tuple[list[int], AgreementMessage]]:
+        """Return and remove the messages to send, each with its receivers."""
         outbox, self._outbox = self._outbox, []
         return outbox
 
@@ -301,12 +168,14 @@ class Agreement:
     def repeat(self, *, to_all: bool = False) -> None:
         """Send again what others wait for, in case a message could not be sent.
 
-        ``to_all``: as another member than the coordinator, tell all whom this one holds lost. Others may wait for these.
+        ``to_all``: as another member than the coordinator, tell all whom this one holds lost. Others may wait for these. In
+        a large group the coordinator hears it, and tells all.
         """
         if self._followed is None or self.is_over:
             return
         if not self.coordinates:
-            self._send_to(self._present() if to_all else [self._followed], self._own_promise(self._promised))
+            everybody = to_all and not self.is_large
+            self._send_to(self._present() if everybody else [self._followed], self._own_promise(self._promised))
         elif self._electorate is None:
             self.ask()
         else:
@@ -316,11 +185,18 @@ class Agreement:
         """Take part no more; does nothing once this member has decided."""
         if not self.is_over:
             self.has_quit = True
-            self._send_to(self._present(), AgreementMessage(_QUIT, reason=reason))
+            first = next(each for each in self.members if each not in self._lost)
+            # A later coordinator of a large group will ask.
+            receivers = [first] if self.is_large and first != self.member else self._present()
+            self._send_to(receivers, AgreementMessage(_QUIT, reason=reason))
+
+    def answer(self, senders: Iterable[int]) -> None:
+        """Tell members that have not decided the decision of this one."""
+        self._send_to(senders, AgreementMessage(_DECIDE, decision=self.decision))
 
     def lose(self, member: int, reason: str) -> None:
         """Hold a member lost, which may be alive."""
-        if member != self.member and member in self._positions and member not in self._lost:
+        if member != self.member and member in self.places and member not in self._lost:
             self._lost[member] = reason
             followed = self._followed
             self._advance()
@@ -335,23 +211,30 @@ class Agreement:
 
     def receive(self, sender: int, message: AgreementMessage) -> None:
         """Handle a message of another member."""
-        if sender in self._ended or sender not in self._positions:
+        if sender not in self.places:
             return
+        if sender in self._lost:
+            if self.is_large and sender not in self._ended and self.member not in message.lost:
+                word = AgreementMessage(_PREPARE, _NO_BALLOT, lost={sender: self._lost[sender]})
+                self._send_to([sender], word)
+            return
+        if self.is_large and self.member in message.lost:
+            self.lose(sender, message.lost[self.member])
         if message.kind == _DECIDE:
             if message.decision is not None and not self.is_over:
                 self._decide(message.decision)
         elif message.kind == _QUIT:
             self.end(sender, message.reason, has_quit=True)
         elif self.is_over:
-            if message.kind in (_PROMISE, _PREPARE):
+            if message.kind in (_PROMISE, _PREPARE) or (self.has_quit and message.kind == _ACCEPT):
                 kind = _QUIT if self.decision is None else _DECIDE
                 self._send_to([sender], AgreementMessage(kind, decision=self.decision, reason="it had quit before"))
         else:
             self._adopt(message.ended)
             self._accusations.update(message.lost)
-            if self._positions[sender] == message.ballot[0]:
+            if self.places[sender] == message.ballot[0]:
                 self._follow(sender, message)
-            elif self._positions[self.member] == message.ballot[0] and message.ballot[1] == self._attempt:
+            elif self.place == message.ballot[0] and message.ballot[1] == self._attempt:
                 if message.kind == _PROMISE:
                     self._promises[sender] = message
                     self._unanswered.add(sender)
@@ -385,7 +268,7 @@ class Agreement:
             if coordinator == self.member:
                 self._begin_attempt(ask=takes_over)
             else:
-                self._promise((self._positions[coordinator], 0))
+                self._promise((self.places[coordinator], 0))
         if coordinator == self.member:
             self._coordinate()
 
@@ -401,7 +284,7 @@ class Agreement:
 
     def _begin_attempt(self, *, ask: bool) -> None:
         """Begin a ballot; ``ask`` for promises, which members send unasked when they begin to follow a coordinator."""
-        ballot = self._promised = self._positions[self.member], self._attempt
+        ballot = self._promised = self.place, self._attempt
         self._promises[self.member] = self._own_promise(ballot)
         if ask:  # a member that has decided answers too
             self._send_to(self._present(), self._prepare(ballot))
@@ -460,7 +343,7 @@ class Agreement:
                     reasons[member].setdefault(other, reason)
         left_out = {}
         while any(reasons.values()):
-            worst = max(reasons, key=lambda member: (len(reasons[member]), self._positions[member]))
+            worst = max(reasons, key=lambda member: (len(reasons[member]), self.places[member]))
             left_out[worst] = next(iter(reasons.pop(worst).values()))
             for others in reasons.values():
                 others.pop(worst, None)
@@ -469,13 +352,15 @@ class Agreement:
     def _decide(self, decision: Decision) -> None:
         """Decide. The coordinator tells all; the others tell those that the coordinator may not reach.
 
-        These are the excluded members, and those that have lost the coordinator and have turned to this member.
+        These are the excluded members, which in a large group hear it from a relay when they repeat their promises, and
+        those that have lost the coordinator and have turned to this member.
         """
         self.decision = decision
-        receivers = self._present()
-        if not self.coordinates:
-            receivers = [each for each in receivers if each not in decision.votes or each in self._unanswered]
-        self._send_to(receivers, AgreementMessage(_DECIDE, decision=decision))
+        if self.coordinates:
+            self.answer(self._present())
+        else:
+            others = self._unanswered if self.is_large else self._unanswered | decision.excluded.keys()
+            self.answer(sorted(others - self._lost.keys()))
 
     # -- the members ---------------------------------------------------------------------------
 
@@ -484,9 +369,27 @@ class Agreement:
 
     def _adopt(self, ended: Mapping[int, MemberEnd]) -> None:
         for member, end in ended.items():
-            if member != self.member and member in self._positions and member not in self._ended:
+            if member != self.member and member in self.places and member not in self._ended:
                 self._ended[member] = end
                 self._lost.setdefault(member, end.reason)
 
-    def _send_to(self, receivers: Sequence[int] | set[int], message: AgreementMessage) -> None:
-        self._outbox += [(each, message) for each in receivers if each != self.member]
+    def _send_to(self, receivers: Iterable[int], message: AgreementMessage) -> None:
+        if others := [each for each in receivers if each != self.member]:
+            self._outbox.append((others, message))
+
+
+class _Positions:
+    """The position of each member: found by bisection, without a table, if the members ascend."""
+
+    def __init__(self, members: Sequence[int]) -> None:
+        ascend = isinstance(members, range) or all(one < other for one, other in pairwise(members))
+        self._members, self._table = members, None if ascend else {each: place for place, each in enumerate(members)}
+
+    def __contains__(self, member: int) -> bool:
+        if self._table is not None:
+            return member in self._table
+        place = bisect_left(self._members, member)
+        return place < len(self._members) and self._members[place] == member
+
+    def __getitem__(self, member: int) -> int:
+        return bisect_left(self._members, member) if self._table is None else self._table[member]

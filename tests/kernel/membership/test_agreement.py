@@ -7,7 +7,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from asyncdist.kernel.membership.agreement import Agreement, AgreementKind, AgreementMessage, Decision, MemberEnd
+from asyncdist.kernel.membership.agreement import DEGREE, Agreement
+from asyncdist.kernel.membership.messages import AgreementKind, AgreementMessage, Decision, MemberEnd
+from asyncdist.kernel.membership.relays import Courier
 
 
 class Schedule:
@@ -16,18 +18,24 @@ class Schedule:
     A message is lost only if its sender ends before it has sent it, if its receiver has ended or holds its sender lost, or
     if the connection breaks, which both ends notice later; or with ``loss``, until the members repeat their messages.
     Some members receive late. Every message is packed and unpacked.
+
+    With a ``degree`` below the number of members, relays pass on the messages. Members then learn of losses by chance, or
+    when they look at the members that they watch, which they do when nothing else happens.
     """
 
     loss = 0.0
     """How likely a message cannot be sent."""
 
-    def __init__(self, size: int, seed: int, *, settles_disputes: bool = False) -> None:
+    def __init__(self, size: int, seed: int, *, settles_disputes: bool = False, degree: int = DEGREE) -> None:
         self.random = random.Random(seed)
         self.members = [3 * rank + 1 for rank in range(size)]
         self.settles_disputes = settles_disputes
         self.parts = {
-            member: Agreement(member, self.members, settles_disputes=settles_disputes) for member in self.members
+            member: Agreement(member, self.members, settles_disputes=settles_disputes, degree=degree)
+            for member in self.members
         }
+        self.couriers = {member: Courier(part) for member, part in self.parts.items()}
+        self.is_large = size > degree
         self.living = set(self.members)
         self.pending: list[tuple[str, int, tuple[Any, ...]]] = [("vote", member, ()) for member in self.members]
         self.slow = {member for member in self.members if self.random.random() < 0.3}
@@ -40,7 +48,9 @@ class Schedule:
         self.broken: set[tuple[int, int]] = set()
         """The connections that carry nothing any more, in both directions."""
         self.decided: dict[int, Decision] = {}
-        self.steps = self.sent = 0
+        self.certain: dict[int, float] = {}
+        """How likely others know of members that have died that they have."""
+        self.steps = self.sent = self.looks = 0
 
     # -- faults ----------------------------------------------------------------------------------
 
@@ -95,6 +105,8 @@ class Schedule:
         if member in self.living:
             getattr(self, action)(member, *arguments)
             self.flush(member)
+        elif self.is_large and action == "receive" and arguments[0] in self.living:  # the connection has ended
+            self.pending.append(self.news_of(member, arguments[0]))
         self.check()
 
     def settle(self) -> None:
@@ -112,7 +124,14 @@ class Schedule:
                 for member in sorted(self.living)
                 if (part := self.parts[member]).coordinates and not part.is_over and not part.has_quorum
             ]
-            if hopeless:
+            if self.is_large and not self.doomed and not all(self.parts[member].is_over for member in self.living):
+                self.looks += 1
+                assert self.looks < 60 * len(self.members), "members wait forever"
+                if hopeless and self.looks % 8 == 0:
+                    self.perform(("quit", self.random.choice(hopeless), ()))
+                for member in sorted(self.living):
+                    self.perform(("look", member, ()))
+            elif hopeless:
                 self.perform(("quit", self.random.choice(hopeless), ()))
             elif self.doomed:
                 self.die(min(self.doomed))
@@ -126,7 +145,9 @@ class Schedule:
 
     def flush(self, member: int) -> None:
         """Send the messages of a member, which may end before one of them."""
-        for receiver, message in self.parts[member].take_outbox():
+        courier = self.couriers[member]
+        for receiver, packet in courier.take_outbox(hold=self.random.random() < 0.8):
+            assert receiver != member
             if member in self.doomed:
                 left, certain = self.doomed[member]
                 if left == 0:
@@ -136,11 +157,13 @@ class Schedule:
             self.sent += 1
             if (member, receiver) in self.broken or (self.loss and self.random.random() < self.loss):
                 continue
-            self.pending.append(("receive", receiver, (member, message.pack())))
+            self.pending.append(("receive", receiver, (member, packet)))
+        if courier.holds:
+            self.pending.append(("flush", member, ()))
 
-    def receive(self, receiver: int, sender: int, body: bytes) -> None:
+    def receive(self, receiver: int, sender: int, packet: bytes) -> None:
         if (receiver, sender) not in self.lost:
-            self.parts[receiver].receive(sender, AgreementMessage.unpack(body))
+            self.couriers[receiver].receive(sender, packet)
         elif sender in self.living:  # the connection is closed
             self.pending.append(("lose", sender, (receiver, "it holds this one lost")))
 
@@ -160,11 +183,31 @@ class Schedule:
             self.parts[member].vote(b"vote of %d" % member)
 
     def die(self, member: int) -> None:
-        _, certain = self.doomed.pop(member)
+        _, self.certain[member] = self.doomed.pop(member)
         self.living.discard(member)
         for other in sorted(self.living):
-            action = "end" if self.random.random() < certain else "lose"
-            self.pending.append((action, other, (member, "died")))
+            if not self.is_large or self.random.random() < 0.3:
+                self.pending.append(self.news_of(member, other))
+
+    def news_of(self, dead: int, member: int) -> tuple[str, int, tuple[Any, ...]]:
+        """Return that a member learns of a death."""
+        return "end" if self.random.random() < self.certain[dead] else "lose", member, (dead, "died")
+
+    def look(self, member: int) -> None:
+        """Let a member look at those that it watches, adopt accusations, and repeat its messages."""
+        part, courier = self.parts[member], self.couriers[member]
+        if part.is_over:
+            return
+        for other in dict.fromkeys(
+            [*part.awaited, *courier.neighbours(), *courier.further_neighbours(), *part.accused]
+        ):
+            if other == member:
+                continue
+            if other not in self.living:
+                self.pending.append(self.news_of(other, member))
+            elif (other, member) in self.lost or (other in part.accused and self.random.random() < 0.3):
+                self.pending.append(("lose", member, (other, "it is not heard")))
+        courier.repeat(to_all=True)
 
     def lose(self, member: int, other: int, reason: str) -> None:
         if (member, other) not in self.lost:
@@ -180,7 +223,7 @@ class Schedule:
         self.parts[member].quit("enough")
 
     def repeat(self, member: int, to_all: bool) -> None:
-        self.parts[member].repeat(to_all=to_all)
+        self.couriers[member].repeat(to_all=to_all)
 
     # -- what must hold --------------------------------------------------------------------------
 
@@ -228,17 +271,17 @@ def test_members_without_faults_decide_all_votes(size):
     assert schedule.sent <= 4 * (size - 1)  # a promise, a proposal, an acceptance and the decision for each
 
 
-def deadly(seed: int, size: int) -> Schedule:
+def deadly(seed: int, size: int, degree: int = DEGREE) -> Schedule:
     """Return a schedule in which any number of members end at any step, and everybody learns for certain that they have."""
-    schedule = Schedule(size, seed, settles_disputes=seed % 2 == 0)
+    schedule = Schedule(size, seed, settles_disputes=seed % 2 == 0, degree=degree)
     for member in schedule.random.sample(schedule.members, schedule.random.randrange(size)):
         schedule.plan_death(member)
     return schedule
 
 
-def faulty(seed: int, size: int) -> Schedule:
+def faulty(seed: int, size: int, degree: int = DEGREE) -> Schedule:
     """Return a schedule with a partition, suspicions or broken connections, deaths that are noticed or not, and more."""
-    schedule = Schedule(size, seed, settles_disputes=seed % 4 < 2)
+    schedule = Schedule(size, seed, settles_disputes=seed % 4 < 2, degree=degree)
     for member in schedule.members:
         schedule.plan_repeat(member)
     draw = schedule.random
@@ -254,16 +297,16 @@ def faulty(seed: int, size: int) -> Schedule:
     return schedule
 
 
-def check_deadly(seed: int, size: int) -> None:
+def check_deadly(seed: int, size: int, degree: int = DEGREE) -> None:
     """Safety is checked after each event. Liveness: all survivors decide, and go on."""
-    schedule = deadly(seed, size)
+    schedule = deadly(seed, size, degree)
     schedule.run()
     assert schedule.living <= schedule.only_decision().votes.keys(), (seed, size)
 
 
-def check_faulty(seed: int, size: int) -> None:
+def check_faulty(seed: int, size: int, degree: int = DEGREE) -> None:
     """Safety is checked after each event. Liveness: every living member decides, or knows that it cannot go on."""
-    schedule = faulty(seed, size)
+    schedule = faulty(seed, size, degree)
     schedule.run()
     assert all(schedule.parts[member].is_over for member in schedule.living), (seed, size)
 
@@ -273,6 +316,14 @@ def check_faulty(seed: int, size: int) -> None:
 def test_survivors_decide_the_same_and_at_most_one_side_goes_on(check, block):
     for seed in range(300 * block, 300 * (block + 1)):
         check(seed, size_of(seed))
+
+
+@pytest.mark.parametrize("block", [0, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in range(1, 10))])
+@pytest.mark.parametrize("degree", [2, 3])
+@pytest.mark.parametrize("check", [check_deadly, check_faulty])
+def test_survivors_decide_the_same_although_relays_pass_on_their_messages(check, degree, block):
+    for seed in range(150 * block, 150 * (block + 1)):
+        check(seed, degree + 1 + seed % 14, degree)
 
 
 @pytest.mark.parametrize("make", [deadly, faulty])

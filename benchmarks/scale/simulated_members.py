@@ -1,0 +1,144 @@
+"""The members of a simulated world that regroup: the real `Agreements` of each, in the time of the simulation."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from asyncio import TimerHandle
+from collections.abc import Callable, Collection
+from typing import Any, cast
+from unittest.mock import patch
+
+from asyncdist.errors import GroupError, PeerLostError
+from asyncdist.kernel.engine import agreements
+from asyncdist.kernel.engine.agreements import REGROUP, Agreements
+from asyncdist.kernel.engine.control_messages import ENDED
+from asyncdist.kernel.engine.operation import Channel
+from asyncdist.kernel.membership.messages import AgreementMessage, Decision
+from benchmarks.scale.cluster import Cluster
+
+_TIMEOUT = 600.0
+
+
+class SimulatedMembers:
+    """The living ranks of a world, in one group that has failed.
+
+    Args:
+        connected: The pairs of ranks that are connected.
+        send: Sends a message of some bytes between two ranks, and then calls a function.
+    """
+
+    def __init__(self, cluster: Cluster, connected: set[tuple[int, int]], send: Callable[..., None]) -> None:
+        self.cluster, self.connected, self.send, size = cluster, connected, send, len(cluster.processes)
+        self.channel = Channel(1, "simulated", (), 0)
+        # One for all ranks, and without a table of them.
+        self.channel.members = cast(Any, range(size))
+        self.channel.error = GroupError("a member was lost")
+        self._undecided: set[int] = set()
+        self.decision: Decision | None = None
+        self.of: dict[int, SimulatedMember] = {}
+
+    async def regroup(self, lost: Collection[int]) -> None:
+        """Return when all members have decided. Those connected to lost ones know of their ends, and others find out."""
+        unpack = functools.lru_cache(1 << 12)(AgreementMessage.unpack)
+        with (
+            patch.object(agreements, "monotonic", self.cluster.now),
+            patch.object(AgreementMessage, "unpack", unpack),
+        ):
+            self._done = asyncio.get_running_loop().create_future()
+            living = [rank for rank, process in enumerate(self.cluster.processes) if not process.is_killed]
+            self.of, self._undecided = {rank: SimulatedMember(self, rank) for rank in living}, set(living)
+            for one, other in list(self.connected):
+                for rank, peer in ((one, other), (other, one)):
+                    if peer in lost and rank in self.of:
+                        self.of[rank].lose_after_reading(peer, ENDED)
+            for member in self.of.values():
+                member.begin()
+            await self._done
+        for member in self.of.values():
+            member.end()
+
+    def decided(self, rank: int, decision: Decision | None, error: GroupError | None) -> None:
+        """Take what a member has decided."""
+        if decision is None:
+            raise RuntimeError(f"simulated rank {rank} does not regroup: {error}")
+        assert self.decision is None or decision == self.decision
+        self.decision = decision
+        self._undecided.discard(rank)
+        if not self._undecided:
+            self._done.set_result(None)
+
+
+class SimulatedMember:
+    """What the agreements of one rank need of an endpoint, of the failures that it knows, and of timers."""
+
+    def __init__(self, members: SimulatedMembers, rank: int) -> None:
+        self._members, self.rank, self._cluster = members, rank, members.cluster
+        self.channels, self.lost_peers = {members.channel.prefix: members.channel}, dict[int, GroupError]()
+        self._timers: dict[object, TimerHandle] = {}
+        self.timers = self
+        self.agreements = Agreements(cast(Any, self), cast(Any, self))
+
+    def begin(self) -> None:
+        """Call ``regroup``."""
+        finish = functools.partial(self._members.decided, self.rank)
+        self.agreements.begin(self._members.channel, REGROUP, "regroup()", b"\1", _TIMEOUT, finish)
+
+    def end(self) -> None:
+        """Stop all timers."""
+        for timer in self._timers.values():
+            timer.cancel()
+
+    # -- timers ------------------------------------------------------------------------------------
+
+    def schedule(self, key: object, at: float, callback: Callable[[], None]) -> None:
+        def call() -> None:
+            del self._timers[key]
+            callback()
+
+        if key not in self._timers:
+            self._timers[key] = self._cluster.at(at, call)
+
+    def cancel(self, key: object) -> None:
+        if timer := self._timers.pop(key, None):
+            timer.cancel()
+
+    # -- the endpoint and its failures -----------------------------------------------------------
+
+    def assert_held(self) -> None:
+        """Do nothing: there is one thread."""
+
+    def send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
+        other = self._members.of.get(peer)
+        if other is None:
+            self.watch(peer)
+        elif peer not in self.lost_peers:
+            self._members.send(self.rank, peer, len(body), other.agreements.on_message, self.rank, key, body)
+
+    def watch(self, peer: int) -> None:
+        """Connect to a peer, which fails if its process has ended."""
+        if peer in self._members.of:
+            if not self._is_connected(peer):
+                self._members.send(self.rank, peer, 0, _ignore)
+        elif peer not in self.lost_peers:
+            dialled = self._cluster.processes[self.rank].work(self._cluster.costs.dial)
+            self._cluster.at(dialled + 2 * self._cluster.costs.latency, self.lose_after_reading, peer, ENDED)
+
+    def hears(self, peer: int) -> bool:
+        return self._is_connected(peer) and peer in self._members.of
+
+    def has_ended(self, peer: int) -> bool:
+        per_host = self._cluster.per_host
+        return peer // per_host == self.rank // per_host and peer not in self._members.of
+
+    def lose_after_reading(self, peer: int, reason: str) -> None:
+        if peer not in self.lost_peers:
+            self.lost_peers[peer] = PeerLostError(peer, reason)
+            self.agreements.on_loss(peer)
+
+    def _is_connected(self, peer: int) -> bool:
+        return (min(self.rank, peer), max(self.rank, peer)) in self._members.connected
+
+
+def _ignore() -> None:
+    pass
