@@ -1,18 +1,17 @@
 """The introductions of the ranks of a world at the start, combined along the tree of `RendezvousSession.combine`.
 
 The first rank of each block of ranks makes a *page* of the addresses of the block, and notes for each machine what only the
-ranks of that machine need. A rank reads the pages and the notes of its machine. Version and settings are compared by their
-digests.
+ranks of that machine need. A rank reads the notes of its machine, and all pages; in a world of more than `MOST_EAGER`
+ranks only those of its `neighbours`, and each of the others when it first dials one of its ranks (`pages`). Version and
+settings are compared by their digests.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import sys
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,43 +20,20 @@ import msgpack
 from asyncdist.base.release import VERSION
 from asyncdist.config import Config, shared_settings
 from asyncdist.errors import RendezvousError, StoreError
+from asyncdist.groups.calibration.measurement import first_of_hosts
 from asyncdist.kernel.algorithms.sharing import Sharing
 from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.net.network import machine_name
 from asyncdist.net.process_identity import process_identity
-from asyncdist.rendezvous import BLOCK, RendezvousSession, Summary
+from asyncdist.rendezvous import RendezvousSession, Summary, session
+from asyncdist.rendezvous.pages import HOSTS, PAGES, Pages, neighbours, packed, page_name, unpacked
 
-_PAGES = "pages of all ranks"
-"""The name of the note with the pages. No machine is named so."""
+MOST_EAGER = 1024
+"""The ranks of a world up to which each of them reads all pages at the start."""
 _MOST_SECONDS = 10.0
 """Seconds within which a rank whose settings differ tells them."""
 _MOST_DIFFERENT = 8
 """The number of digests of settings, and of hosts, that a summary names."""
-
-
-ADDRESSES, STATUS_PORTS, HOSTS = range(3)
-"""The values that each rank publishes for all: its addresses by transport, its status port, and its host."""
-
-
-class Column(Sequence[Any]):
-    """One of the values that each rank has published for all, by rank.
-
-    Args:
-        size: The number of ranks.
-        entries_of: Returns the packed values of the ranks of a page.
-        number: Which of the values: `ADDRESSES`, `STATUS_PORTS` or `HOSTS`.
-    """
-
-    def __init__(self, size: int, entries_of: Callable[[int], list[bytes]], number: int) -> None:
-        self._size, self._entries_of, self._number = size, entries_of, number
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, rank: Any) -> Any:
-        if not 0 <= rank < self._size:
-            raise IndexError(rank)
-        return msgpack.unpackb(self._entries_of(rank // BLOCK)[rank % BLOCK])[self._number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +41,19 @@ class Introductions:
     """What a rank knows of the others.
 
     Attributes:
-        column: Returns one of the values that each rank has published for all, by rank.
+        pages: What each rank has published for all.
         machine: The values that the ranks of this machine have published for each other, by rank: their process, and
             their addresses by transport.
-        offered: The names of the transports that reach other machines.
+        offered: The names of the transports that reach other machines, and whether all ranks have them.
         profile: The values of the first rank that has read a profile.
-        hosts: Some of the hosts: more than one if the ranks are on several.
+        hosts: The first ranks of some hosts: more than one if there are several hosts. In a small world those of all hosts.
     """
 
-    column: Callable[[int], Column]
+    pages: Pages
     machine: Mapping[int, tuple[Mapping[str, Any] | None, Mapping[str, Any]]]
-    offered: frozenset[str]
+    offered: Mapping[str, bool]
     profile: Any
-    hosts: Sequence[str]
+    hosts: Sequence[int]
 
 
 async def introduce(
@@ -93,19 +69,23 @@ async def introduce(
     host = f"rank {rank}" if process is None else process["host"]
     digest = hashlib.blake2b(msgpack.packb(agreed), digest_size=8).digest()
     own = {
-        "digests": [[digest, rank]], "offered": list(everywhere), "hosts": [host], "profile": profile,
-        "entry": [everywhere, status, host], "machine": machine, "here": [rank, process, here],
+        "digests": [[digest, rank]], "offered": dict.fromkeys(everywhere, True), "hosts": [[host, rank]],
+        "profile": profile, "entry": [everywhere, status, host], "machine": machine, "here": [rank, process, here],
     }  # fmt: skip
-    found, notes = await meeting.combine(own, _Introduced(), notes=[machine, _PAGES], more=True)
+    size = meeting.world_size
+    is_large = size > max(MOST_EAGER, session.BLOCK)
+    names = [page_name(block) for block in neighbours(rank, size)] if is_large else [PAGES]
+    found, notes = await meeting.combine(own, _Introduced(is_large), notes=[machine, *names], more=True)
     others = [first for other, first in found["digests"] if other != digest]
     if others:
         raise await difference(meeting, agreed, others[0])
-    neighbours = {peer: (_shared(process), here) for note in notes[machine] for peer, process, here in _unpacked(note)}
-    pages = [page for _, page in sorted(map(msgpack.unpackb, notes[_PAGES]))]
-    # Most readers go through the ranks in order, so the page that was read last is kept.
-    entries_of = functools.lru_cache(maxsize=1)(lambda number: _unpacked(pages[number]))
-    column = functools.partial(Column, meeting.world_size, entries_of)
-    return Introductions(column, neighbours, frozenset(found["offered"]), found["profile"], found["hosts"])
+    near = {peer: (_shared(process), here) for note in notes[machine] for peer, process, here in unpacked(note)}
+    held = dict(msgpack.unpackb(page) for name in names for page in notes[name])
+    pages = Pages(meeting, held)
+    hosts = [first for _, first in found["hosts"]]
+    if len(hosts) == _MOST_DIFFERENT and not is_large:
+        hosts = first_of_hosts(pages.column(HOSTS))
+    return Introductions(pages, near, found["offered"], found["profile"], hosts)
 
 
 async def share_reached(
@@ -118,19 +98,25 @@ async def share_reached(
 
 
 class _Introduced(Summary):
-    """Combines introductions."""
+    """Combines introductions. In a large world each page has a name of its own."""
+
+    def __init__(self, is_large: bool) -> None:
+        self._is_large = is_large
 
     def merge(self, parts: Sequence[Any]) -> dict[str, Any]:
         def several(name: str) -> Iterable[Any]:
             return itertools.chain.from_iterable(part[name] for part in parts)
 
-        digests: dict[bytes, int] = {}
-        for digest, rank in several("digests"):
-            digests.setdefault(digest, rank)
+        def first_of(name: str) -> list[tuple[Any, int]]:
+            first: dict[Any, int] = {}
+            for value, rank in several(name):
+                first.setdefault(value, rank)
+            return list(first.items())[:_MOST_DIFFERENT]
+
         return {
-            "digests": list(digests.items())[:_MOST_DIFFERENT],
-            "offered": list(dict.fromkeys(several("offered"))),
-            "hosts": list(dict.fromkeys(several("hosts")))[:_MOST_DIFFERENT],
+            "digests": first_of("digests"),
+            "offered": {name: all(part["offered"].get(name) for part in parts) for name in several("offered")},
+            "hosts": first_of("hosts"),
             "profile": next((part["profile"] for part in parts if part["profile"] is not None), None),
         }
 
@@ -138,8 +124,10 @@ class _Introduced(Summary):
         machines: dict[str, list[Any]] = {}
         for each in payloads:
             machines.setdefault(each["machine"], []).append(each["here"])
-        page = _packed([msgpack.packb(each["entry"]) for each in payloads])
-        return {_PAGES: msgpack.packb([first, page])} | {name: _packed(ranks) for name, ranks in machines.items()}
+        block = first // session.BLOCK
+        page = msgpack.packb([block, packed([msgpack.packb(each["entry"]) for each in payloads])])
+        name = page_name(block) if self._is_large else PAGES
+        return {name: page} | {machine: packed(ranks) for machine, ranks in machines.items()}
 
 
 class _Reached(Summary):
@@ -187,11 +175,3 @@ async def difference(meeting: RendezvousSession, own: Mapping[str, Any], peer: i
         f"rank {peer} runs with {variable}={other['settings'][variable]!r}, but rank {rank} with "
         f"{own['settings'][variable]!r}; start every rank with the same ASYNCDIST_ settings"
     )
-
-
-def _packed(data: Any) -> bytes:
-    return zlib.compress(msgpack.packb(data), 1)
-
-
-def _unpacked(data: bytes) -> Any:
-    return msgpack.unpackb(zlib.decompress(data))

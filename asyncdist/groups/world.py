@@ -13,8 +13,6 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-import msgpack
-
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.descriptors import naming_exhaustion
 from asyncdist.base.interrupts import shorten_interrupts
@@ -27,7 +25,7 @@ from asyncdist.groups import task_factory
 from asyncdist.groups.calibration import measurement, profile
 from asyncdist.groups.dropped_works import DebugGroup
 from asyncdist.groups.group import Group
-from asyncdist.groups.introductions import ADDRESSES, HOSTS, STATUS_PORTS, introduce, share_reached
+from asyncdist.groups.introductions import introduce, share_reached
 from asyncdist.groups.subgroups import NonMember
 from asyncdist.kernel.algorithms.selection import forced_by
 from asyncdist.kernel.collectives.arguments import checked_text, whole_number_of
@@ -37,7 +35,8 @@ from asyncdist.kernel.tracing.metrics import serve_configured_metrics
 from asyncdist.kernel.tracing.stacks import watch_tasks
 from asyncdist.kernel.transport import registry
 from asyncdist.kernel.transport.base import Transport
-from asyncdist.rendezvous import RendezvousSession, meet
+from asyncdist.rendezvous import Listed, RendezvousSession, meet
+from asyncdist.rendezvous.pages import ADDRESSES, HOSTS, STATUS_PORTS, Pages
 from asyncdist.status.port import StatusPort
 
 log = logging.getLogger("asyncdist")
@@ -304,18 +303,20 @@ async def _open(
                 port = StatusPort(meeting.listen_host, config)
                 undoing.callback(port.close)
             known = await introduce(meeting, endpoint, config, status=port and port.address, profile=from_file)
-            endpoint.know(known.column(ADDRESSES), known.column(HOSTS), known.machine, known.offered)
+            pages = known.pages
+            addresses, hosts = pages.column(ADDRESSES), pages.column(HOSTS)
+            endpoint.know(addresses, hosts, known.machine, known.offered, pages.request)
             probes = endpoint.transport_selector.probe_peers(meeting.remaining())
             measures = known.profile is None and config.calibrate and len(known.hosts) > 1
             reached = await meeting.before_exchange(probes)
             endpoint.finalize(await share_reached(meeting, reached, more=measures))
             if measures:
-                await _calibrate(endpoint, config, meeting, measurement.first_of_hosts(endpoint.hosts))
+                await _calibrate(endpoint, config, meeting, known.hosts)
             elif known.profile is not None:
                 _use(endpoint, config, known.profile, profile.MODEL_FROM_PROFILE)
             world = make_world(meeting, endpoint, status_port=port)
             undoing.callback(world.leave)
-            await _answer_status(world, known.column(STATUS_PORTS))
+            await _answer_status(world, pages)
             undoing.pop_all()
             return world
 
@@ -326,7 +327,8 @@ async def _calibrate(endpoint: Endpoint, config: Config, meeting: RendezvousSess
     if meeting.rank in hosts:
         measuring = measurement.measure_links(endpoint, hosts, lanes=config.lanes == 0)
         found = await meeting.before_exchange(measuring)
-    values = profile.combined([msgpack.unpackb(each) for each in await meeting.exchange(msgpack.packb(found))])
+    results, _ = await meeting.combine([found] if found else [], Listed())
+    values = profile.combined(results)
     _use(endpoint, config, values, f"a measurement between {len(hosts)} hosts at the start")
 
 
@@ -342,10 +344,11 @@ def _use(endpoint: Endpoint, config: Config, values: profile.Values, source: str
         )
 
 
-async def _answer_status(world: World, addresses: Sequence[Any]) -> None:
-    """Begin to answer ``asyncdist top``, and let rank 0 publish where."""
+async def _answer_status(world: World, pages: Pages) -> None:
+    """Begin to answer ``asyncdist top``, and let rank 0 publish where: the ports that it knows."""
+    addresses = pages.column(STATUS_PORTS)
     if world.status_port is not None:
-        world.status_port.serve(world.endpoint, addresses, world.describe)
+        world.status_port.serve(world.endpoint, addresses, world.describe, pages.load)
     if world.endpoint.rank == 0:
         ports = [(rank, *each) for rank, each in enumerate(addresses) if each is not None]
         await world.meeting.publish_status(ports)

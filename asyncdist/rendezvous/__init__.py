@@ -23,7 +23,7 @@ from asyncdist.rendezvous.host_store import ServerHandle
 from asyncdist.rendezvous.init_method import InitMethod, daemon_address, url_of
 from asyncdist.rendezvous.join import WorldSpec, by_address, by_record, host_world, join_world
 from asyncdist.rendezvous.search import JobSearch
-from asyncdist.rendezvous.session import BLOCK, RendezvousSession, Summary, TimeLimit
+from asyncdist.rendezvous.session import BLOCK, Listed, RendezvousSession, Summary, TimeLimit
 from asyncdist.rendezvous.sources import check_token, host_of, open_record_store, torch_store_at
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "InitMethod",
     "JobDirectory",
     "JobSearch",
+    "Listed",
     "OwnStore",
     "PeerRecord",
     "RecordChange",

@@ -9,7 +9,7 @@ Keys of one world in rank 0's store, all under ``world/<id>/``:
     left/<rank>        the rank does not use the store any more
     part0/<n>/<rank>   the rank's payload of the n-th exchange
     part<k>/<n>/<rank> the payloads that the first rank of BLOCK**k ranks has combined
-    note/<n>/<name>    what only some ranks read of the payloads; see `Summary.notes`
+    note/<name>        what only some ranks read of the payloads; see `Summary.notes`
     failed/<n>         the reason why the exchange failed; the first one counts
     late/<n>           how many ranks have run out of time in it
     kv/                the keys of `RendezvousSession.store`
@@ -82,7 +82,10 @@ class Summary(ABC):
         """Combine payloads of consecutive ranks, or what this has returned for them, to data of the same form."""
 
     def notes(self, first: int, payloads: Sequence[Any]) -> Mapping[str, bytes]:
-        """Return what only some ranks read of the payloads of a block, the first of which is that of a rank, by name."""
+        """Return what only some ranks read of the payloads of a block, the first of which is that of a rank, by name.
+
+        The exchanges of a session have different names.
+        """
         return {}
 
 
@@ -136,7 +139,7 @@ class RendezvousSession:
 
     async def exchange(self, payload: bytes, *, timeout: float | None = None, more: bool = False) -> list[bytes]:
         """All-gather one payload of each rank, in order of rank. `combine` has the arguments and the errors."""
-        return list((await self.combine([payload], _Listed(), timeout=timeout, more=more))[0])
+        return list((await self.combine([payload], Listed(), timeout=timeout, more=more))[0])
 
     async def combine(
         self,
@@ -178,11 +181,15 @@ class RendezvousSession:
                 made = summary.notes(0, parts) if notes else {}
                 found = {name: [made[name]] for name in notes}
             else:
-                streams = await self._client.multi_get([self.keys("note", number, name) for name in notes])
-                found = dict(zip(notes, map(_in_stream, streams), strict=True))
+                found = await self.notes(notes)
         except StoreConnectionError as error:
             raise self._host_lost() from error
         return summary.merge(parts), found
+
+    async def notes(self, names: Sequence[str]) -> dict[str, list[bytes]]:
+        """Return notes of an exchange that is complete, by name, in a world of several blocks. Raises StoreError."""
+        streams = await self._client.multi_get([self.keys("note", name) for name in names])
+        return dict(zip(names, map(_in_stream, streams), strict=True))
 
     def status_record(self, ports: Sequence[tuple[int, str, int]]) -> AddressRecord:
         """Return the world's record with the rank, host and port of status ports."""
@@ -261,9 +268,7 @@ class RendezvousSession:
             parts = [part, *map(msgpack.unpackb, await self._client.multi_get(keys, timeout=math.inf) if keys else ())]
             if level == 0:
                 notes = summary.notes(self.rank, parts).items()
-                noting = (
-                    self._client.append(self.keys("note", number, name), msgpack.packb(note)) for name, note in notes
-                )
+                noting = (self._client.append(self.keys("note", name), msgpack.packb(note)) for name, note in notes)
                 # Who reads a part of the highest level then finds the notes.
                 await asyncio.gather(*noting)
             level, part, step = level + 1, summary.merge(parts), step * BLOCK
@@ -381,7 +386,7 @@ class RendezvousSession:
             )
 
 
-class _Listed(Summary):
+class Listed(Summary):
     """Combines lists into one."""
 
     def merge(self, parts: Sequence[Any]) -> list[Any]:

@@ -110,7 +110,10 @@ class StatusGathering:
     async def _answer_of(self, rank: int, question: Mapping[str, Any], limit: float) -> dict[str, Any]:
         address = self._addresses[rank]
         if address is None:
-            raise ConnectionRefusedError("it runs with ASYNCDIST_STATUS=0")
+            known = self._endpoint.hosts[rank] is not None
+            raise ConnectionRefusedError(
+                "it runs with ASYNCDIST_STATUS=0" if known else "its address is not known here"
+            )
         kept = self._connections.pop(rank, None)
         async with asyncio.timeout(limit):
             if kept is not None:

@@ -16,14 +16,14 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from asyncdist.base.background_loop import observing_loop
 from asyncdist.base.daemon_threads import periodic_calls
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
-from asyncdist.errors import AsyncdistError, ProtocolError
+from asyncdist.errors import AsyncdistError, ProtocolError, StoreError
 from asyncdist.kernel import Endpoint
 from asyncdist.kernel.tracing.recorder import Details
 from asyncdist.net import ACCEPT_AGAIN, Acceptor, EvictingQueue, LoopSocket, accept, listen_tcp, rank_contexts
@@ -58,12 +58,20 @@ class StatusPort:
         self._addresses: Sequence[Address | None] = ()
         self._describe: Details = dict
 
-    def serve(self, endpoint: Endpoint, addresses: Sequence[Address | None], describe: Details) -> None:
+    def serve(
+        self,
+        endpoint: Endpoint,
+        addresses: Sequence[Address | None],
+        describe: Details,
+        load: Callable[[], Awaitable[None]],
+    ) -> None:
         """Begin to answer, with further values for this rank that ``describe`` returns, on the port's own thread.
+
+        ``load`` completes the addresses, which a rank of a large world does not know at first; it may raise StoreError.
 
         Raises RendezvousError without a free descriptor, and RuntimeError if the process can start no thread.
         """
-        self._endpoint, self._addresses, self._describe = endpoint, addresses, describe
+        self._endpoint, self._addresses, self._describe, self._load = endpoint, addresses, describe, load
         periodic_calls.call_when_readable(self._sock.fileno(), self._attend)
 
     def close(self) -> None:
@@ -155,6 +163,8 @@ class StatusPort:
             return self._status(asked)
         block = [0, endpoint.world_size] if question["gather"] is True else question["gather"]
         wanted = range(max(0, int(block[0])), min(int(block[1]), endpoint.world_size))
+        with contextlib.suppress(StoreError):
+            await self._load()
         found = await gathering.gather(asked, wanted, min(float(question["limit"]), _LONGEST_LIMIT))
         answers = found.answers | ({endpoint.rank: self._status(asked)} if endpoint.rank in wanted else {})
         return {

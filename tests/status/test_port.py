@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import socket
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -194,7 +195,7 @@ async def test_port_that_is_closed_before_it_accepts_leaves_no_socket(monkeypatc
             return Acceptor(*args, **options)
 
         monkeypatch.setattr(port_module, "Acceptor", close_before)
-        port.serve(groups[0].world.endpoint, [], dict)
+        port.serve(groups[0].world.endpoint, [], dict, AsyncMock())
         with pytest.raises(OSError):
             await refused(*port.address)
 

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from time import monotonic
 from typing import Any
@@ -38,7 +38,7 @@ from asyncdist.kernel.engine.heartbeat import Heartbeat
 from asyncdist.kernel.engine.machine import Until
 from asyncdist.kernel.engine.operation import Channel, Operation, Plan, awaited
 from asyncdist.kernel.engine.progress import Progress
-from asyncdist.kernel.engine.transport_selector import Addresses, TransportSelector
+from asyncdist.kernel.engine.transport_selector import Addresses, Request, TransportSelector, refuse
 from asyncdist.kernel.engine.wait_probes import WaitProbes, timeout_error
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.buffers import Scratch
@@ -101,14 +101,14 @@ class Endpoint:
         kept = config.flight_recorder_size
         self.recorder = Recorder(rank, world_size, kept, world_id, config.dump_format, config.dump_dir)
         self.progress = Progress(self, home)
-        self.transport_selector = TransportSelector(rank, [kind(self) for kind in kinds])
+        self.links: dict[int, Link] = {}
+        self.transport_selector = TransportSelector(self, [kind(self) for kind in kinds])
         self.of_parent: tuple[object, ...] = ()
         """In a forked child: the objects that only the parent may use, kept so that they are not collected."""
         scratch = Scratch()
         self._executor = Executor(self, scratch, config.piece_nbytes)
         self.operations, self.acting = self._executor.operations, self._executor.acting
         self.recorder.pending.append(self._executor.pending)
-        self.links: dict[int, Link] = {}
         self.inboxes: dict[int, MatchingQueue] = {}
         self.timers = TimerTable()
         self.failures = failures = GroupFailures(self, self._executor)
@@ -124,8 +124,8 @@ class Endpoint:
         self._probes = WaitProbes(self, monotonic)
         self.processes = Neighbours(rank)
         """The processes of this machine."""
-        self.hosts: Sequence[str] = ()
-        """The host of each rank."""
+        self.hosts: Sequence[str | None] = ()
+        """The host of each rank; None is not known yet."""
         self.agreements = Agreements(self, failures)
         failures.observers.append(self._on_change)
         self._heartbeat = Heartbeat(self, failures)
@@ -156,18 +156,19 @@ class Endpoint:
 
     def know(
         self,
-        addresses: Sequence[Addresses],
-        hosts: Sequence[str],
+        addresses: Sequence[Addresses | None],
+        hosts: Sequence[str | None],
         machine: Mapping[int, tuple[Mapping[str, Any] | None, Addresses]],
-        offered: Set[str],
+        offered: Mapping[str, bool],
+        request: Request = refuse,
     ) -> None:
         """Store the addresses and the host of each rank, the processes and local addresses of the ranks of this machine,
-        and which transports any rank has for ranks elsewhere.
+        which transports ranks have for ranks elsewhere, and whether all do, and how to get an address that is not known.
         """
         self.hosts = hosts
         self.processes = Neighbours(self.rank, {rank: process for rank, (process, _) in machine.items()})
         here = {rank: local for rank, (_, local) in machine.items()}
-        self.transport_selector.know(addresses, here, offered, self.processes)
+        self.transport_selector.know(addresses, here, offered, self.processes, request)
 
     def finalize(self, reached: Mapping[str, Sharing]) -> None:
         """Select transports from what all ranks have reached, by transport. Groups may be made afterwards."""
@@ -369,6 +370,7 @@ class Endpoint:
         if liveness is Liveness.LOST:
             # The link may keep the memory of a dead peer mapped.
             self.links.pop(peer, None)
+            self.transport_selector.forget(peer)
             self.agreements.on_loss(peer)
 
     def call_later(self, callback: Callback) -> None:

@@ -5,21 +5,26 @@ The endpoint makes the one `TransportSelector` of a rank; groups, failures and h
 Every rank publishes an address for each of its transports: those of local transports, such as shared memory, for the ranks
 of its machine alone. Some transports then probe which peers they reach. Every rank gets the results of all ranks, so that
 any two ranks select the same transport, and all members of a group agree on which ranks share memory.
+
+In a large world a rank asks for the address of a peer of another machine when it first needs it. Until it has the address,
+it takes the first of the transports that all ranks have.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 from asyncdist.errors import TransportUnavailableError
 from asyncdist.kernel.algorithms.hierarchy import NodeLayout, layout
 from asyncdist.kernel.algorithms.sharing import Sharing
 from asyncdist.kernel.engine.drivers.core_placement import CorePlacement
 from asyncdist.kernel.engine.operation import Channel
-from asyncdist.kernel.transport.base import Link, MatchingQueue, Transport
+from asyncdist.kernel.transport.awaited_link import AwaitedLink
+from asyncdist.kernel.transport.base import Host, Link, MatchingQueue, Transport
 from asyncdist.kernel.transport.native import Native
 from asyncdist.net.process_identity import Neighbours, last_core
 
@@ -29,24 +34,40 @@ _MAX_READS = 64
 """Limit of `TransportSelector.read_arrived`, because a peer may send without end."""
 
 Addresses = Mapping[str, Mapping[str, Any]]
+Request = Callable[[int, Callable[[str], None]], None]
+"""Looks for the address of a rank, and calls a function afterwards, on any thread: with an empty text, or why it failed."""
+
+
+def refuse(peer: int, found: Callable[[str], None]) -> None:
+    """Have no way to look for an address."""
+    found("its address is not known")
+
+
+class LinkHost(Host, Protocol):
+    """The part of the endpoint that the selector uses."""
+
+    links: dict[int, Link]
 
 
 class TransportSelector:
     """The transports of one rank, the preferred first, and the peers that each transport reaches."""
 
-    def __init__(self, rank: int, transports: Sequence[Transport]) -> None:
-        self.rank = rank
+    def __init__(self, host: LinkHost, transports: Sequence[Transport]) -> None:
+        self._host, self.rank = host, host.rank
         self.transports = list(transports)
-        self.addresses: Sequence[Addresses] = ()
-        """The addresses of all ranks for ranks on other machines, by rank and transport."""
+        self.addresses: Sequence[Addresses | None] = ()
+        """The addresses of all ranks for ranks on other machines, by rank and transport. None is not known yet."""
+        self._request: Request = refuse
+        self._asked: dict[int, AwaitedLink] = {}
+        """The links whose addresses have been asked for, by peer."""
         self._here: Mapping[int, Addresses] = {}
         """The addresses of local transports, by rank of this machine and transport."""
-        self._offered: Set[str] = frozenset()
+        self._offered: Mapping[str, bool] = {}
         self.reached: Mapping[str, Sharing] = {}
         """Which ranks have reached which, by transport. A transport that does not probe has no entry."""
         self._processes: dict[int, Mapping[str, Any]] = {}
         """The processes on this host that this rank sees, by rank; its own is one of them. Empty if it sees none."""
-        self.placement = CorePlacement(rank, self.peer_cores)
+        self.placement = CorePlacement(self.rank, self.peer_cores)
         self._cores: list[tuple[int, int, bool]] = []
         self._cores_until = 0.0
 
@@ -54,13 +75,14 @@ class TransportSelector:
 
     def know(
         self,
-        addresses: Sequence[Addresses],
+        addresses: Sequence[Addresses | None],
         here: Mapping[int, Addresses],
-        offered: Set[str],
+        offered: Mapping[str, bool],
         processes: Neighbours,
+        request: Request,
     ) -> None:
         """Store every rank's addresses; see `Endpoint.know`."""
-        self.addresses, self._offered = addresses, offered
+        self.addresses, self._request, self._offered = addresses, request, offered
         local = any(transport.is_local for transport in self.transports)
         self._here = {rank: each for rank, each in here.items() if each or local}
         self._processes = processes.visible()
@@ -80,7 +102,10 @@ class TransportSelector:
 
     def _transport_to(self, peer: int) -> Transport | None:
         """Return the preferred transport of those that reach a peer; None if none does."""
+        known = self.addresses[peer] is not None
         for transport in self.transports:
+            if not known and not transport.is_local and self._offered.get(transport.name):
+                return transport
             address = self._address(transport, peer)
             if address is None or not transport.reaches(address):
                 continue
@@ -89,7 +114,7 @@ class TransportSelector:
         return None
 
     def _address(self, transport: Transport, peer: int) -> Mapping[str, Any] | None:
-        return (self._here.get(peer, {}) if transport.is_local else self.addresses[peer]).get(transport.name)
+        return (self._here.get(peer, {}) if transport.is_local else self.addresses[peer] or {}).get(transport.name)
 
     def _used(self) -> set[Transport]:
         """Return the transports to all peers, and those with which ranks of other machines may send to this one."""
@@ -106,12 +131,14 @@ class TransportSelector:
 
     def link(self, peer: int) -> Link:
         """Return a new link to a peer; raise TransportUnavailableError if no transport reaches it."""
-        transport = self._transport_to(peer)
+        transport, published = self._transport_to(peer), self.addresses[peer]
+        if published is None and (transport is None or not transport.is_local):
+            return AwaitedLink(peer, self.rank, self._ask)
         if transport is not None:
             address = self._address(transport, peer)
             assert address is not None
             return transport.link(peer, address)
-        published = {**self._here.get(peer, {}), **self.addresses[peer]}
+        published = {**self._here.get(peer, {}), **(published or {})}
         own = [transport.name for transport in self.transports]
         common = [name for name in own if name in published]
         if common:
@@ -123,6 +150,29 @@ class TransportSelector:
             f"no transport reaches rank {peer}: it offers {', '.join(published) or 'none'}, "
             f"rank {self.rank} has {', '.join(own)}; start every rank with the same backend"
         )
+
+    def _ask(self, link: AwaitedLink) -> None:
+        """Look for the address of a peer."""
+        self._asked[link.peer] = link
+        self._request(link.peer, lambda failure: self._host.post(partial(self._go_on, link.peer, failure)))
+
+    def _go_on(self, peer: int, failure: str) -> None:
+        """Continue with a peer whose address has been found, or not."""
+        link = self._asked.pop(peer, None)
+        if link is None:  # the peer is lost
+            return
+        try:
+            if not failure:
+                self._host.links[peer] = found = self.link(peer)
+                link.continue_over(found)
+        except TransportUnavailableError as error:
+            failure = str(error)
+        if failure:
+            self._host.lost(peer, failure)
+
+    def forget(self, peer: int) -> None:
+        """Drop what is kept for a lost peer."""
+        self._asked.pop(peer, None)
 
     def used(self, members: Sequence[int]) -> list[str]:
         """Return the names of this rank's transports that a group uses, the preferred first.
@@ -176,7 +226,7 @@ class TransportSelector:
         for transport in self.transports:
             if transport.busy():
                 return True
-        return False
+        return bool(self._asked)
 
     def undelivered(self) -> set[int]:
         """Return the peers for which bytes of messages wait on this host that are complete."""
