@@ -327,13 +327,8 @@ async def _claim(world: WorldSpec, record: AddressRecord, client: AsyncStore, se
     keys, rank, process = session.keys, world.rank, _this_process()
     claimed = keys("joined", rank)
     try:
-        known, left, host_left, holder = await asyncio.gather(
-            client.check([keys("size")]),
-            client.check([keys("left", rank)]),
-            client.check([keys("left", 0)]),
-            client.compare_set(claimed, b"", process),
-        )
-        if not known or left or host_left:
+        known, holder = await asyncio.gather(client.check([keys("size")]), client.compare_set(claimed, b"", process))
+        if not known or (holder != process and await client.check([keys("left", rank)])):
             raise RetryLater("the world whose address was published there has ended")
         if record.world_size != world.world_size:
             reason = (

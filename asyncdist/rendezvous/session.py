@@ -4,7 +4,7 @@
 
 Keys of one world in rank 0's store, all under ``world/<id>/``:
 
-    size               the number of ranks, as rank 0 knows it; present unless the record is stale
+    size               the number of ranks, as rank 0 knows it; present until rank 0 leaves
     joined/<rank>      the process that claims the rank; the first claim wins
     left/<rank>        the rank does not use the store any more
     part0/<n>/<rank>   the rank's payload of the n-th exchange
@@ -63,6 +63,8 @@ _FAILED = msgpack.packb(None)
 BLOCK = 32
 """The number of ranks whose payloads the first of them combines, and of blocks whose parts the first of them combines."""
 _LAST_READ_TIMEOUT = 5.0
+_UNWATCHED = 0.1
+"""Seconds for which what a rank does between two exchanges does not end if the next one fails."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
 
 
@@ -207,18 +209,21 @@ class RendezvousSession:
 
         It has also failed if rank 0's store has ended.
         """
-        failed = self._client.get(self.keys("failed", self._exchanges), timeout=math.inf)
         done = asyncio.ensure_future(coroutine)
-        either: list[asyncio.Future[Any]] = [failed, done]
+        watched: list[asyncio.Future[Any]] = [done]
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            # A world of many ranks saves many requests if what takes a moment is not watched.
+            await asyncio.wait(watched, timeout=_UNWATCHED)
+            if not done.done():
+                watched.append(self._client.get(self.keys("failed", self._exchanges), timeout=math.inf))
+                await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
             if done.done():
                 return await done
-            raise self._error_in(await failed)
+            raise self._error_in(await watched[-1])
         except StoreConnectionError as error:
             raise self._host_lost() from error
         finally:
-            await cancel_all(failed, done)
+            await cancel_all(*watched)
 
     def _host_lost(self) -> RendezvousError:
         return RendezvousError(
@@ -360,7 +365,7 @@ class RendezvousSession:
     async def _close_as_host(self) -> None:
         if self._records is not None:
             await self._records.withdraw(self._record.encode())
-        await self._client.set(self.keys("left", 0), b"1")
+        await asyncio.gather(self._client.delete_key(self.keys("size")), self._client.set(self.keys("left", 0), b"1"))
         await self._fail_pending_exchanges()
         prefix = self.keys("joined", "")
         joined = [int(key.removeprefix(prefix)) for key in await self._client.list_keys(prefix)]
