@@ -305,7 +305,7 @@ async def _open(
             known = await introduce(meeting, endpoint, config, status=port and port.address, profile=from_file)
             pages = known.pages
             addresses, hosts = pages.column(ADDRESSES), pages.column(HOSTS)
-            endpoint.know(addresses, hosts, known.machine, known.offered, pages.request)
+            endpoint.know(addresses, hosts, known.machine, known.offered, pages)
             probes = endpoint.transport_selector.probe_peers(meeting.remaining())
             measures = known.profile is None and config.calibrate and len(known.hosts) > 1
             reached = await meeting.before_exchange(probes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import heapq
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,11 @@ PAGES = "pages of all ranks"
 """The name of the note with all pages of a small world. No machine is named so."""
 ADDRESSES, STATUS_PORTS, HOSTS = range(3)
 """The values that each rank publishes for all: its addresses by transport, its status port, and its host."""
+_PATIENCE = 2.0
+"""Seconds after which a store that has not answered is no longer waited for."""
+_MOST_NEAR = 8
+"""The number of pages nearest to a rank whose ranks are asked for it."""
+
 Found = Callable[[str], None]
 """Is called with an empty text when a page is there, else with the reason why it cannot be read."""
 
@@ -43,7 +49,7 @@ def neighbours(rank: int, size: int) -> list[int]:
 
 
 class Pages:
-    """The pages that a rank holds, and those that it reads. Any thread may ask.
+    """The pages that a rank holds, and those that it reads: an `AddressBook`. Any thread may ask.
 
     Args:
         meeting: The session of the world, on the loop that makes this object.
@@ -63,12 +69,52 @@ class Pages:
 
     def _value(self, number: int, rank: int) -> Any:
         block = rank // session.BLOCK
-        if block not in self._held:
+        if not self.holds(rank):
             return None
         return msgpack.unpackb(self._entries_of(block)[rank % session.BLOCK])[number]
 
+    # -- what a search for an address uses ------------------------------------------------------
+
+    def holds(self, rank: int) -> bool:
+        return rank // session.BLOCK in self._held
+
+    def page_near(self, rank: int) -> bytes:
+        """Return the page that is nearest to a rank."""
+        (block,) = self._blocks_near(rank, 1)
+        return bytes(msgpack.packb([block, self._held[block]]))
+
+    def add(self, page: bytes) -> None:
+        """Hold a page that another rank has returned. Raises ValueError if it is none."""
+        block, data = msgpack.unpackb(page)
+        try:
+            if len(unpacked(data)) != len(self._ranks_of(block)):
+                raise ValueError(f"not a page of block {block}")
+        except zlib.error as error:
+            raise ValueError("not a page") from error
+        self._held.setdefault(block, data)
+
+    def ranks_near(self, rank: int) -> list[int]:
+        """Return ranks whose pages are held, of those nearest to a rank first; of each page one, then a second one."""
+        own, found = self._meeting.rank, list[int]()
+        for further in (0, session.BLOCK // 2):
+            for block in self._blocks_near(rank, _MOST_NEAR):
+                ranks = self._ranks_of(block)
+                found.append(ranks[(own + further) % len(ranks)])
+        return found
+
+    def _ranks_of(self, block: int) -> range:
+        return range(self._meeting.world_size)[block * session.BLOCK :][: session.BLOCK]
+
+    def _blocks_near(self, rank: int, most: int) -> list[int]:
+        wanted, count = rank // session.BLOCK, -(-self._meeting.world_size // session.BLOCK)
+        return heapq.nsmallest(
+            most, list(self._held), lambda block: min((block - wanted) % count, (wanted - block) % count)
+        )
+
+    # -- the store ------------------------------------------------------------------------------
+
     def request(self, rank: int, found: Found) -> None:
-        """Read the page of a rank, and call ``found`` afterwards, on any thread."""
+        """Read the page of a rank from the store, and call ``found`` afterwards, on any thread."""
         try:
             self._loop.call_soon_threadsafe(self._read_for, rank // session.BLOCK, found)
         except RuntimeError as error:  # the loop is closed
@@ -80,11 +126,11 @@ class Pages:
 
     async def _load(self) -> None:
         blocks = range(-(-self._meeting.world_size // session.BLOCK))
-        await self._read([block for block in blocks if block not in self._held])
+        await self._read([block for block in blocks if block not in self._held], None)
 
-    async def _read(self, blocks: Sequence[int]) -> None:
+    async def _read(self, blocks: Sequence[int], timeout: float | None) -> None:
         if blocks:
-            notes = await self._meeting.notes(list(map(page_name, blocks)))
+            notes = await self._meeting.notes(list(map(page_name, blocks)), timeout)
             self._held.update(msgpack.unpackb(page) for pages in notes.values() for page in pages)
 
     def _read_for(self, block: int, found: Found) -> None:
@@ -94,7 +140,7 @@ class Pages:
             return
         self._awaited.setdefault(block, []).append(found)
         if len(self._awaited[block]) == 1:
-            reading = asyncio.ensure_future(self._read([block]))
+            reading = asyncio.ensure_future(self._read([block], _PATIENCE))
             self._reading.add(reading)
             reading.add_done_callback(functools.partial(self._end_reading, block))
 

@@ -188,9 +188,9 @@ class RendezvousSession:
             raise self._host_lost() from error
         return summary.merge(parts), found
 
-    async def notes(self, names: Sequence[str]) -> dict[str, list[bytes]]:
+    async def notes(self, names: Sequence[str], timeout: float | None = None) -> dict[str, list[bytes]]:
         """Return notes of an exchange that is complete, by name, in a world of several blocks. Raises StoreError."""
-        streams = await self._client.multi_get([self.keys("note", name) for name in names])
+        streams = await self._client.multi_get([self.keys("note", name) for name in names], timeout)
         return dict(zip(names, map(_in_stream, streams), strict=True))
 
     def status_record(self, ports: Sequence[tuple[int, str, int]]) -> AddressRecord:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -35,5 +36,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in virtual time, from 0."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(coroutine)
+    # Half of the time would go to looks at all simulated ranks again and again.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            return runner.run(coroutine)
+    finally:
+        if collects:
+            gc.enable()

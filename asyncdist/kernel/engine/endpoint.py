@@ -38,11 +38,12 @@ from asyncdist.kernel.engine.heartbeat import Heartbeat
 from asyncdist.kernel.engine.machine import Until
 from asyncdist.kernel.engine.operation import Channel, Operation, Plan, awaited
 from asyncdist.kernel.engine.progress import Progress
-from asyncdist.kernel.engine.transport_selector import Addresses, Request, TransportSelector, refuse
+from asyncdist.kernel.engine.transport_selector import Addresses, TransportSelector
 from asyncdist.kernel.engine.wait_probes import WaitProbes, timeout_error
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.buffers import Scratch
 from asyncdist.kernel.tracing.recorder import Entry, Recorder
+from asyncdist.kernel.transport.address_search import AddressBook
 from asyncdist.kernel.transport.base import (
     DiscardReceive,
     Link,
@@ -53,7 +54,7 @@ from asyncdist.kernel.transport.base import (
     Transport,
     Wait,
 )
-from asyncdist.kernel.transport.wire_format import ABORT, AGREE, CALLED, GOODBYE, HEARD, PROBE, SUSPECT, WAITING
+from asyncdist.kernel.transport.wire_format import ABORT, AGREE, CALLED, GOODBYE, HEARD, PAGE, PROBE, SUSPECT, WAITING
 from asyncdist.net.detector import Liveness
 from asyncdist.net.process_identity import Neighbours
 
@@ -160,15 +161,15 @@ class Endpoint:
         hosts: Sequence[str | None],
         machine: Mapping[int, tuple[Mapping[str, Any] | None, Addresses]],
         offered: Mapping[str, bool],
-        request: Request = refuse,
+        book: AddressBook | None = None,
     ) -> None:
         """Store the addresses and the host of each rank, the processes and local addresses of the ranks of this machine,
-        which transports ranks have for ranks elsewhere, and whether all do, and how to get an address that is not known.
+        which transports ranks have for ranks elsewhere, and whether all do, and where to find what is not known.
         """
         self.hosts = hosts
         self.processes = Neighbours(self.rank, {rank: process for rank, (process, _) in machine.items()})
         here = {rank: local for rank, (_, local) in machine.items()}
-        self.transport_selector.know(addresses, here, offered, self.processes, request)
+        self.transport_selector.know(addresses, here, offered, self.processes, book)
 
     def finalize(self, reached: Mapping[str, Sharing]) -> None:
         """Select transports from what all ranks have reached, by transport. Groups may be made afterwards."""
@@ -430,6 +431,8 @@ class Endpoint:
             self._heartbeat.on_question(peer, body)
         elif kind == HEARD:
             self._heartbeat.on_answer(peer, body)
+        elif kind == PAGE and self.transport_selector.search is not None:
+            self.transport_selector.search.on_page(peer, body)
 
     def post(self, action: Callback) -> None:
         self.progress.post(action)

@@ -13,8 +13,7 @@ it takes the first of the transports that all ranks have.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any, Protocol
 
@@ -23,8 +22,9 @@ from asyncdist.kernel.algorithms.hierarchy import NodeLayout, layout
 from asyncdist.kernel.algorithms.sharing import Sharing
 from asyncdist.kernel.engine.drivers.core_placement import CorePlacement
 from asyncdist.kernel.engine.operation import Channel
+from asyncdist.kernel.transport.address_search import AddressBook, AddressSearch, SearchHost
 from asyncdist.kernel.transport.awaited_link import AwaitedLink
-from asyncdist.kernel.transport.base import Host, Link, MatchingQueue, Transport
+from asyncdist.kernel.transport.base import Link, MatchingQueue, Transport
 from asyncdist.kernel.transport.native import Native
 from asyncdist.net.process_identity import Neighbours, last_core
 
@@ -34,16 +34,9 @@ _MAX_READS = 64
 """Limit of `TransportSelector.read_arrived`, because a peer may send without end."""
 
 Addresses = Mapping[str, Mapping[str, Any]]
-Request = Callable[[int, Callable[[str], None]], None]
-"""Looks for the address of a rank, and calls a function afterwards, on any thread: with an empty text, or why it failed."""
 
 
-def refuse(peer: int, found: Callable[[str], None]) -> None:
-    """Have no way to look for an address."""
-    found("its address is not known")
-
-
-class LinkHost(Host, Protocol):
+class LinkHost(SearchHost, Protocol):
     """The part of the endpoint that the selector uses."""
 
     links: dict[int, Link]
@@ -57,7 +50,8 @@ class TransportSelector:
         self.transports = list(transports)
         self.addresses: Sequence[Addresses | None] = ()
         """The addresses of all ranks for ranks on other machines, by rank and transport. None is not known yet."""
-        self._request: Request = refuse
+        self.search: AddressSearch | None = None
+        """Finds the addresses that are not known. None if all are."""
         self._asked: dict[int, AwaitedLink] = {}
         """The links whose addresses have been asked for, by peer."""
         self._here: Mapping[int, Addresses] = {}
@@ -79,10 +73,12 @@ class TransportSelector:
         here: Mapping[int, Addresses],
         offered: Mapping[str, bool],
         processes: Neighbours,
-        request: Request,
+        book: AddressBook | None,
     ) -> None:
         """Store every rank's addresses; see `Endpoint.know`."""
-        self.addresses, self._request, self._offered = addresses, request, offered
+        self.addresses, self._offered = addresses, offered
+        if book is not None:
+            self.search = AddressSearch(self._host, book, self._go_on)
         local = any(transport.is_local for transport in self.transports)
         self._here = {rank: each for rank, each in here.items() if each or local}
         self._processes = processes.visible()
@@ -153,8 +149,9 @@ class TransportSelector:
 
     def _ask(self, link: AwaitedLink) -> None:
         """Look for the address of a peer."""
+        assert self.search is not None
         self._asked[link.peer] = link
-        self._request(link.peer, lambda failure: self._host.post(partial(self._go_on, link.peer, failure)))
+        self.search.begin(link.peer)
 
     def _go_on(self, peer: int, failure: str) -> None:
         """Continue with a peer whose address has been found, or not."""
@@ -172,7 +169,8 @@ class TransportSelector:
 
     def forget(self, peer: int) -> None:
         """Drop what is kept for a lost peer."""
-        self._asked.pop(peer, None)
+        if self._asked.pop(peer, None) is not None and self.search is not None:
+            self.search.forget(peer)
 
     def used(self, members: Sequence[int]) -> list[str]:
         """Return the names of this rank's transports that a group uses, the preferred first.

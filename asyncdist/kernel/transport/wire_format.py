@@ -7,7 +7,8 @@
     12-15   part         the generator of that operation (a segment, one tensor of a list)
     16-23   fingerprint  the sender's call (see `Fingerprint`)
     24-31   nbytes       length of the body
-    32      kind         DATA, or a control message: ABORT, GOODBYE, CALLED, PROBE, WAITING, BEAT, SUSPECT, HEARD, AGREE
+    32      kind         DATA, or a control message: ABORT, GOODBYE, CALLED, PROBE, WAITING, BEAT, SUSPECT, HEARD, AGREE,
+                         PAGE
     33-35   zero
 
 Bytes 0-15 are the *key*. A receiver matches a message with the oldest posted receive that has the same key, and never
@@ -33,8 +34,8 @@ HEADER_NBYTES = KEY_NBYTES + _TAIL.size
 _NAME_NBYTES = 6
 _GENERATIONS = 0xFFFF
 
-DATA, ABORT, GOODBYE, CALLED, PROBE, WAITING, BEAT, SUSPECT, HEARD, AGREE = range(1, 11)
-KINDS = frozenset((DATA, ABORT, GOODBYE, CALLED, PROBE, WAITING, BEAT, SUSPECT, HEARD, AGREE))
+DATA, ABORT, GOODBYE, CALLED, PROBE, WAITING, BEAT, SUSPECT, HEARD, AGREE, PAGE = range(1, 12)
+KINDS = frozenset((DATA, ABORT, GOODBYE, CALLED, PROBE, WAITING, BEAT, SUSPECT, HEARD, AGREE, PAGE))
 
 
 def pack_key(channel: int, sequence: int, part: int) -> bytes:
