@@ -152,10 +152,7 @@ class Pages:
             found(reason)
 
     def _unread(self, error: BaseException) -> str:
-        return (
-            f"its address could not be read from rank 0's store, at {self._meeting.where}: {describe_error(error)}; "
-            "read rank 0's log"
-        )
+        return f"its address could not be read from rank 0's store, at {self._meeting.where}: {describe_error(error)}"
 
 
 class Column(Sequence[Any]):

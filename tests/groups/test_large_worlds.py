@@ -10,14 +10,13 @@ import torch
 
 from asyncdist.errors import GroupError, OperationTimeoutError, PeerLostError, StoreConnectionError
 from asyncdist.groups import introductions
-from asyncdist.kernel.tracing.job_status import job_status
 from asyncdist.kernel.transport import address_search
 from asyncdist.rendezvous import pages, session
 from asyncdist.rendezvous.pages import Pages, neighbours
 from asyncdist.rendezvous.session import RendezvousSession
 from asyncdist.testing.cluster import world_of
+from benchmarks.scale import simulation
 from benchmarks.scale.cluster import Costs
-from benchmarks.scale.simulation import Shape, simulate
 from tests.support.ranks import sums
 
 SIZE = 24
@@ -100,7 +99,7 @@ async def test_rank_is_lost_by_name_if_nobody_knows_its_address(groups, store, m
     monkeypatch.setattr(address_search.AddressSearch, "on_page", lambda *arguments: None)
     store.answer.set_exception(StoreConnectionError("the store has ended"))
     with pytest.raises(
-        PeerLostError, match="its address could not be read from rank 0's store.*has ended.*read rank 0"
+        PeerLostError, match=r"its address could not be read from rank 0's store.*has ended.*read rank 0"
     ):
         await groups[NEAR].send(torch.zeros(1), FAR)
 
@@ -155,8 +154,9 @@ def test_rank_of_a_world_of_100_000_holds_few_pages(monkeypatch):
 
 
 def test_bytes_that_a_rank_reads_at_the_start_grow_with_the_logarithm_of_the_ranks(monkeypatch):
-    monkeypatch.setattr(session, "BLOCK", 8)
-    small, large = (simulate(Shape(size), Costs()) for size in (128, 1024))
+    monkeypatch.setattr(session, "BLOCK", 4)
+    monkeypatch.setattr(simulation, "MOST_REGROUPED", 0)
+    small, large = (simulation.simulate(simulation.Shape(size), Costs()) for size in (64, 512))
     assert large.most_read < 1.6 * small.most_read
     assert large.sent < 8 * 1.6 * small.sent
 

@@ -23,10 +23,12 @@ import trio
 import asyncdist
 from asyncdist import sync
 from asyncdist.errors import GroupAbortedError, PeerLostError
+from asyncdist.groups import introductions
 from asyncdist.kernel.engine import agreements
 from asyncdist.kernel.engine.direct_calls import DirectCalls
 from asyncdist.kernel.engine.executor import Executor
 from asyncdist.kernel.membership import relays
+from asyncdist.rendezvous import session
 from tests.support.resources import mapped_segments
 
 torch.set_num_threads(1)
@@ -251,6 +253,10 @@ class Rank:
 
     def fail(self, text):
         raise_out(RuntimeError(text))
+
+    def be_large(self):
+        """Let a world of more than four ranks count as large, and blocks have two ranks."""
+        introductions.MOST_EAGER, session.BLOCK = 4, 2
 
     async def init(self, where, rank, size, timeout=60.0):
         await self.call("init_process_group", init_method=where, rank=rank, world_size=size, timeout=timeout)

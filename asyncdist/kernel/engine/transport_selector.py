@@ -169,8 +169,11 @@ class TransportSelector:
 
     def forget(self, peer: int) -> None:
         """Drop what is kept for a lost peer."""
-        if self._asked.pop(peer, None) is not None and self.search is not None:
-            self.search.forget(peer)
+        if self.search is not None:
+            if self._asked.pop(peer, None) is not None:
+                self.search.forget(peer)
+            if peer == 0:
+                self.search.without_store()
 
     def used(self, members: Sequence[int]) -> list[str]:
         """Return the names of this rank's transports that a group uses, the preferred first.

@@ -21,6 +21,7 @@ _PATIENCE = 1.0
 """Seconds after which a rank that has not answered is no longer waited for: its program may compute, or it is lost."""
 _MOST_ASKED = 24
 """The number of ranks that are asked for one address."""
+_STORE_LOST = "its address cannot be read, because rank 0 is lost, and its store with it"
 
 
 class AddressBook(Protocol):
@@ -65,18 +66,34 @@ class AddressSearch:
 
     def __init__(self, host: SearchHost, book: AddressBook, end: Callable[[int, str], None]) -> None:
         self._host, self._book, self._end = host, book, end
+        self._read: set[int] = set()
+        """The peers whose addresses the store is asked for."""
         self._sought: dict[int, _Sought] = {}
+        """Those for which other ranks are asked."""
 
     def begin(self, peer: int) -> None:
         """Look for the address of a peer."""
-        self._book.request(peer, lambda failure: self._host.post(partial(self._on_store, peer, failure)))
+        self._read.add(peer)
+        if self._host.gone(0) is None:
+            self._book.request(peer, lambda failure: self._host.post(partial(self._on_store, peer, failure)))
+        else:
+            self.without_store()
+
+    def without_store(self) -> None:
+        """Ask other ranks for what the store is asked for, because rank 0 is lost, and its store with it."""
+        for peer in self._read:
+            self._host.post(partial(self._on_store, peer, _STORE_LOST))
 
     def forget(self, peer: int) -> None:
         """Give up a search."""
+        self._read.discard(peer)
         if (sought := self._sought.pop(peer, None)) is not None:
             self._host.timers.cancel(sought)
 
     def _on_store(self, peer: int, failure: str) -> None:
+        if peer not in self._read:
+            return
+        self._read.remove(peer)
         if failure and not self._book.holds(peer):
             self._sought[peer] = _Sought(failure)
             self._ask_next(peer)
@@ -94,7 +111,7 @@ class AddressSearch:
                 host.timers.schedule(sought, monotonic() + _PATIENCE, partial(self._ask_next, peer))
                 return
         del self._sought[peer]
-        self._end(peer, f"{sought.failure}, and no rank that answers knows it")
+        self._end(peer, f"{sought.failure}, and no rank that was asked knows it; read rank 0's log first")
 
     def _send(self, other: int, wanted: int | None, page: bytes) -> None:
         self._host.send_unordered(other, PAGE, bytes(12), msgpack.packb([wanted, page]))
