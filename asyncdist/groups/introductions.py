@@ -66,8 +66,8 @@ async def introduce(
     rank, machine = meeting.rank, machine_name()
     everywhere, here = endpoint.listen(meeting.listen_host)
     process, agreed = process_identity(config.host), compared(config)
-    host = f"rank {rank}" if process is None else process["host"]
-    digest = hashlib.blake2b(msgpack.packb(agreed), digest_size=8).digest()
+    host = _digest(f"rank {rank}" if process is None else process["host"])
+    digest = _digest(agreed)
     own = {
         "digests": [[digest, rank]], "offered": dict.fromkeys(everywhere, True), "hosts": [[host, rank]],
         "profile": profile, "entry": [everywhere, status, host], "machine": machine, "here": [rank, process, here],
@@ -145,6 +145,10 @@ class _Reached(Summary):
 def compared(config: Config) -> dict[str, Any]:
     """Return what must be equal on every rank."""
     return {"version": VERSION, "settings": shared_settings(config)}
+
+
+def _digest(data: Any) -> bytes:
+    return hashlib.blake2b(msgpack.packb(data), digest_size=8).digest()
 
 
 def _shared(process: dict[str, Any] | None) -> dict[str, Any] | None:

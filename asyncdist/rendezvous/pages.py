@@ -23,7 +23,7 @@ from asyncdist.rendezvous.session import RendezvousSession
 PAGES = "pages of all ranks"
 """The name of the note with all pages of a small world. No machine is named so."""
 ADDRESSES, STATUS_PORTS, HOSTS = range(3)
-"""The values that each rank publishes for all: its addresses by transport, its status port, and its host."""
+"""The values that each rank publishes for all: its addresses by transport, its status port, and a digest of its host."""
 _PATIENCE = 2.0
 """Seconds after which a store that has not answered is no longer waited for."""
 _MOST_NEAR = 8

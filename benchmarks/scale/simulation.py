@@ -7,7 +7,9 @@ of a failure, and the agreement. Only sockets, processes and time are simulated.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
+import uuid
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack
@@ -26,6 +28,7 @@ from asyncdist.kernel.algorithms.schedule import Recv, Schedule, Send
 from asyncdist.kernel.engine.control_messages import ENDED, encode_abort, ranks_to_notify
 from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.rendezvous.join import Found, WorldSpec, join_world
+from asyncdist.rendezvous.pages import Pages
 from asyncdist.rendezvous.record_store import AddressRecord
 from asyncdist.rendezvous.session import RendezvousSession, TimeLimit
 from benchmarks.scale.cluster import Cluster, Costs
@@ -100,6 +103,7 @@ class _World:
         self._connected: set[tuple[int, int]] = set()
         self._cluster = Cluster(shape.size, shape.per_host, shape.processors, costs)
         self._server, self._stores = SimulatedServer(self._cluster), list[SimulatedStore]()
+        self._pages: dict[int, Pages] = {}
 
     @property
     def used(self) -> float:
@@ -129,7 +133,7 @@ class _World:
         """Return when all ranks have met."""
         with ExitStack() as stack:
             # All hosts are this machine, which has one name.
-            stack.enter_context(patch.object(introductions, "machine_name", lambda: f"machine {_host.get()}"))
+            stack.enter_context(patch.object(introductions, "machine_name", lambda: _machine(_host.get())))
             stack.enter_context(patch.object(introductions, "process_identity", _identity))
             await asyncio.gather(*(self._join(rank) for rank in range(self._shape.size)))
 
@@ -145,7 +149,9 @@ class _World:
         session = await (self._host(world, store) if rank == 0 else self._find(world, store))
         mates = range(number * self._shape.per_host, min((number + 1) * self._shape.per_host, self._shape.size))
         endpoint = cast(Endpoint, _Listening(rank, self._shape.memory))
-        await introductions.introduce(session, endpoint, config, status=None, profile=None)
+        status = _address(), _port(rank + 1)
+        known = await introductions.introduce(session, endpoint, config, status=status, profile=None)
+        self._pages[rank] = known.pages
         reached = {}
         if self._shape.memory:
             await process.worked(self._costs.neighbour * (len(mates) - 1))
@@ -169,7 +175,10 @@ class _World:
     # -- messages between ranks --------------------------------------------------------------------
 
     def send(self, sender: int, receiver: int, nbytes: int, then: Any, *args: Any) -> None:
-        """Send a message; the first one between two ranks opens their connection, with an exchange before it."""
+        """Send a message; the first one between two ranks opens their connection, with an exchange before it.
+
+        A rank that does not know the address of the other reads it first.
+        """
         one, other, costs = self._cluster.processes[sender], self._cluster.processes[receiver], self._costs
         pair, nbytes = (min(sender, receiver), max(sender, receiver)), _HEADER_NBYTES + nbytes
 
@@ -181,7 +190,11 @@ class _World:
         else:
             self._connected.add(pair)
             accept = partial(other.send, one, nbytes, 0.0, costs.dial / 2, deliver)
-            one.send(other, nbytes, costs.dial / 2, costs.dial, accept)
+            dial = partial(one.send, other, nbytes, costs.dial / 2, costs.dial, accept)
+            if self._pages[sender].holds(receiver):
+                dial()
+            else:
+                self._pages[sender].request(receiver, lambda failure: dial())
 
     # -- a barrier -----------------------------------------------------------------------------------
 
@@ -264,6 +277,16 @@ class _Barrier:
             self._advance(place)
 
 
+def _address() -> str:
+    number = _host.get()
+    return f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}"
+
+
+def _port(number: int) -> int:
+    """Return one of the ports that systems choose, in no order."""
+    return 32768 + number * 7919 % 28229
+
+
 class _Listening:
     """What an endpoint publishes: an address of TCP for all, and for its machine that of its shared memory."""
 
@@ -272,15 +295,17 @@ class _Listening:
 
     def listen(self, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the addresses for all ranks, and those for the ranks of the machine."""
-        number = _host.get()
-        address = {
-            "host": f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}",
-            "port": 30000 + self._rank % 20011,
-        }
+        address = {"host": _address(), "port": _port(self._rank)}
         here = {"shm": {"socket": f"asyncdist-{self._rank}-{self._rank * 7919:016x}", "nbytes": 1 << 30}}
         return {"tcp": address}, here if self._memory else {}
 
 
 def _identity(host_name: str | None = None) -> dict[str, Any]:
     number = _host.get()
-    return {"host": f"machine {number} {host_name or ''}", "pids": "pid:[4026531836]", "pid": number, "started": number}
+    name = f"{_machine(number)} {host_name or ''}"
+    return {"host": name, "pids": "pid:[4026531836]", "pid": number, "started": number}
+
+
+@functools.cache
+def _machine(number: int) -> str:
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, str(number)))

@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from asyncdist.config import Config
-from asyncdist.errors import AuthenticationError, GroupAbortedError, RendezvousError
+from asyncdist.errors import AuthenticationError, GroupAbortedError, RendezvousError, StoreConnectionError
+from asyncdist.groups import introductions
 from asyncdist.kernel.tracing.job_status import job_status
 from asyncdist.net import Acceptor, LoopSocket, dial_tcp
+from asyncdist.rendezvous import session
+from asyncdist.rendezvous.pages import Pages
 from asyncdist.status import gathering as gathering_module
 from asyncdist.status import port as port_module
 from asyncdist.status.discovery import status_security
@@ -93,6 +96,26 @@ async def test_another_rank_is_asked_for_a_block_whose_first_rank_is_silent_or_h
         assert [rank for rank, *_ in first["silent"]] == [2, 3, 4]
         assert [each["rank"] for each in second["ranks"]] == [0, 1, 3, 5, 6, 7]
         assert [rank for rank, *_ in second["silent"]] == [2, 4]
+
+
+async def test_rank_that_does_not_know_all_addresses_reads_them_when_it_is_asked(monkeypatch):
+    monkeypatch.setattr(session, "BLOCK", 2)
+    monkeypatch.setattr(introductions, "MOST_EAGER", 2)
+    async with viewed(2, size=12) as (groups, viewer):
+        assert groups[2].endpoint.hosts[8] is None
+        found = await viewer.ask(QUESTION)
+        assert [row["rank"] for row in found["ranks"]] == list(range(12))
+        assert not found["silent"]
+        assert all(found["addresses"])
+
+
+async def test_rank_without_addresses_says_so(monkeypatch):
+    monkeypatch.setattr(session, "BLOCK", 2)
+    monkeypatch.setattr(introductions, "MOST_EAGER", 2)
+    monkeypatch.setattr(Pages, "load", AsyncMock(side_effect=StoreConnectionError("the store has ended")))
+    async with viewed(2, size=12) as (_, viewer):
+        found = await viewer.ask(QUESTION)
+        assert [each[:2] for each in found["silent"]] == [[rank, "its address is not known here"] for rank in (8, 9)]
 
 
 async def test_rank_answers_after_its_group_has_failed():

@@ -38,9 +38,9 @@ _LEAST_SECONDS, _LEAST_PER_BYTE = 0.1e-6, 1e-12
 """Lower bounds of the measured values: noise must not make a round or a byte free of charge."""
 
 
-def first_of_hosts(hosts: Sequence[str | None]) -> list[int]:
+def first_of_hosts(hosts: Sequence[bytes | None]) -> list[int]:
     """Return the first rank of each host, from the hosts of all ranks."""
-    first: dict[str | None, int] = {}
+    first: dict[bytes | None, int] = {}
     for rank, host in enumerate(hosts):
         first.setdefault(host, rank)
     return list(first.values())

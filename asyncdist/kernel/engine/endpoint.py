@@ -125,8 +125,8 @@ class Endpoint:
         self._probes = WaitProbes(self, monotonic)
         self.processes = Neighbours(rank)
         """The processes of this machine."""
-        self.hosts: Sequence[str | None] = ()
-        """The host of each rank; None is not known yet."""
+        self.hosts: Sequence[bytes | None] = ()
+        """The host of each rank, as a digest; None is not known yet."""
         self.agreements = Agreements(self, failures)
         failures.observers.append(self._on_change)
         self._heartbeat = Heartbeat(self, failures)
@@ -158,7 +158,7 @@ class Endpoint:
     def know(
         self,
         addresses: Sequence[Addresses | None],
-        hosts: Sequence[str | None],
+        hosts: Sequence[bytes | None],
         machine: Mapping[int, tuple[Mapping[str, Any] | None, Addresses]],
         offered: Mapping[str, bool],
         book: AddressBook | None = None,
