@@ -245,8 +245,7 @@ class Endpoint:
     def _close(self) -> None:
         self.agreements.end_all(GroupAbortedError("the world was closed while this call was pending", peer=self.rank))
         self.failures.end_all()
-        for transport in self.transport_selector.transports:
-            transport.close()
+        self.transport_selector.close()
 
     def assert_held(self) -> None:
         """Check that the calling thread holds the lock of this rank's `Progress`."""

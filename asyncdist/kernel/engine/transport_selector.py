@@ -175,6 +175,13 @@ class TransportSelector:
             if peer == 0:
                 self.search.without_store()
 
+    def close(self) -> None:
+        """Look for no address any more, and close the transports."""
+        if self.search is not None:
+            self.search.close()
+        for transport in self.transports:
+            transport.close()
+
     def used(self, members: Sequence[int]) -> list[str]:
         """Return the names of this rank's transports that a group uses, the preferred first.
 

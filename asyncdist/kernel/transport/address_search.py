@@ -70,6 +70,7 @@ class AddressSearch:
         """The peers whose addresses the store is asked for."""
         self._sought: dict[int, _Sought] = {}
         """Those for which other ranks are asked."""
+        self._closed = False
 
     def begin(self, peer: int) -> None:
         """Look for the address of a peer."""
@@ -89,6 +90,12 @@ class AddressSearch:
         self._read.discard(peer)
         if (sought := self._sought.pop(peer, None)) is not None:
             self._host.timers.cancel(sought)
+
+    def close(self) -> None:
+        """Give up all searches, and answer no other rank."""
+        self._closed = True
+        for peer in [*self._read, *self._sought]:
+            self.forget(peer)
 
     def _on_store(self, peer: int, failure: str) -> None:
         if peer not in self._read:
@@ -122,6 +129,8 @@ class AddressSearch:
 
     def _take(self, sender: int, body: bytes) -> None:
         """Hold a page of another rank, and answer if that wants one."""
+        if self._closed:
+            return
         try:
             wanted, page = msgpack.unpackb(body)
             self._book.add(page)

@@ -52,10 +52,11 @@ class AwaitedLink(Link):
         return False
 
     def continue_over(self, link: Link) -> None:
-        """Open the link to the peer, and send over it what was kept."""
+        """Send over the link to the peer what was kept, or open it."""
         self._link = link
-        link.open()
         kept, self._kept = self._kept, []
+        if not kept:
+            link.open()
         for message, is_unordered in kept:
             # The operation of a message may have ended.
             if not message.done and (link.send_unordered if is_unordered else link.send)(message):
