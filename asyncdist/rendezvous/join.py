@@ -133,7 +133,10 @@ async def host_world(
     """
     handle = ServerHandle()
     stack.push_async_callback(handle.close)
-    server = await handle.open(host, port, token=token, config=world.config)
+    # Each rank has a connection, and may open another one after a lost one before the store has noticed the loss.
+    most = max(world.config.store_max_connections, 2 * world.world_size)
+    config = world.config.with_(store_max_connections=most)
+    server = await handle.open(host, port, token=token, config=config)
     shown = known_as if known_as not in ("0.0.0.0", "::") else advertised(host, world.config)
     where = records.where if records is not None else url_of(shown, server.port) + note
     try:
