@@ -17,6 +17,7 @@ import msgpack
 
 from asyncdist.base.background_loop import on_loop
 from asyncdist.base.error_text import describe_error
+from asyncdist.errors import StoreError
 from asyncdist.rendezvous import session
 from asyncdist.rendezvous.session import RendezvousSession
 
@@ -120,18 +121,19 @@ class Pages:
         except RuntimeError as error:  # the loop is closed
             found(self._unread(error))
 
-    async def load(self) -> None:
-        """Read all pages that are not held, on any loop. Raises StoreError."""
-        await on_loop(self._loop, self._load())
+    async def load(self, ranks: range) -> None:
+        """Read the pages of consecutive ranks that are not held, on any loop. Raises StoreError."""
+        blocks = range(ranks.start // session.BLOCK, -(-ranks.stop // session.BLOCK))
+        if missing := [block for block in blocks if block not in self._held]:
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    await on_loop(self._loop, self._read(missing, _PATIENCE))
+            except (RuntimeError, TimeoutError) as error:  # the loop is closed, or its thread computes
+                raise StoreError("the addresses of other ranks cannot be read") from error
 
-    async def _load(self) -> None:
-        blocks = range(-(-self._meeting.world_size // session.BLOCK))
-        await self._read([block for block in blocks if block not in self._held], None)
-
-    async def _read(self, blocks: Sequence[int], timeout: float | None) -> None:
-        if blocks:
-            notes = await self._meeting.notes(list(map(page_name, blocks)), timeout)
-            self._held.update(msgpack.unpackb(page) for pages in notes.values() for page in pages)
+    async def _read(self, blocks: Sequence[int], timeout: float) -> None:
+        notes = await self._meeting.notes(list(map(page_name, blocks)), timeout)
+        self._held.update(msgpack.unpackb(page) for pages in notes.values() for page in pages)
 
     def _read_for(self, block: int, found: Found) -> None:
         """Read a page, once for all who ask until it is there."""

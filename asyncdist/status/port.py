@@ -63,11 +63,11 @@ class StatusPort:
         endpoint: Endpoint,
         addresses: Sequence[Address | None],
         describe: Details,
-        load: Callable[[], Awaitable[None]],
+        load: Callable[[range], Awaitable[None]],
     ) -> None:
         """Begin to answer, with further values for this rank that ``describe`` returns, on the port's own thread.
 
-        ``load`` completes the addresses, which a rank of a large world does not know at first; it may raise StoreError.
+        ``load`` completes the addresses of ranks, which a rank of a large world does not know, or raises StoreError.
 
         Raises RendezvousError without a free descriptor, and RuntimeError if the process can start no thread.
         """
@@ -164,7 +164,7 @@ class StatusPort:
         block = [0, endpoint.world_size] if question["gather"] is True else question["gather"]
         wanted = range(max(0, int(block[0])), min(int(block[1]), endpoint.world_size))
         with contextlib.suppress(StoreError):
-            await self._load()
+            await self._load(wanted)
         found = await gathering.gather(asked, wanted, min(float(question["limit"]), _LONGEST_LIMIT))
         answers = found.answers | ({endpoint.rank: self._status(asked)} if endpoint.rank in wanted else {})
         return {

@@ -155,7 +155,6 @@ def test_rank_of_a_world_of_100_000_holds_few_pages(monkeypatch):
 
 def test_bytes_that_a_rank_reads_at_the_start_grow_with_the_logarithm_of_the_ranks(monkeypatch):
     monkeypatch.setattr(session, "BLOCK", 4)
-    monkeypatch.setattr(simulation, "MOST_REGROUPED", 0)
     small, large = (simulation.simulate(simulation.Shape(size), Costs()) for size in (64, 512))
     assert large.most_read < 1.6 * small.most_read
     assert large.sent < 8 * 1.6 * small.sent
