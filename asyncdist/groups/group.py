@@ -446,9 +446,9 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
     def _successor(self, member_ids: list[int]) -> Group:
         """Make the group of the members that go on, and destroy this one."""
         # The numbers on the wire count agreements: members of a job may not know yet which number the store has given.
-        world, regrouped = self.world, generation_of(self.channel.prefix) + 1
+        world, regrouped, going = self.world, generation_of(self.channel.prefix) + 1, set(member_ids)
         is_default = world is not None and world.group is self
-        ranks = [rank for rank, member in zip(self.ranks, self.member_ids, strict=True) if member in set(member_ids)]
+        ranks = [rank for rank, member in zip(self.ranks, self.member_ids, strict=True) if member in going]
         successor = type(self)(
             self.endpoint, range(len(member_ids)) if is_default else ranks, f"{self._lineage[0]} (regrouped {regrouped})",
             self.timeout, member_ids=member_ids, world=world, lineage=self._lineage, generation=regrouped,
