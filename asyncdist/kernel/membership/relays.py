@@ -34,6 +34,8 @@ _DETOURS = 3
 _FEW = 64
 """The receivers to which a message may be repeated straight, and the members that are watched in addition at one look."""
 
+_LETTERS = b"\x91"
+"""The first byte of several letters, an array of one array. A message is an array of eight values."""
 _Letters = dict[tuple[bytes, tuple[int, ...], bool], dict[int, None]]
 """The senders of letters, by body, receivers and ``is_straight``."""
 
@@ -55,20 +57,19 @@ def pack_letters(letters: Iterable[Letter]) -> bytes:
     if len(letters) == 1 and not letters[0].senders:
         return letters[0].body
     packed: bytes = msgpack.packb(
-        [(_runs(senders), _runs(receivers), straight, body) for senders, receivers, straight, body in letters]
+        [[(_runs(senders), _runs(receivers), straight, body) for senders, receivers, straight, body in letters]]
     )
     return packed
 
 
 def unpack_letters(packet: bytes, size: int) -> list[Letter]:
     """Return the letters of `pack_letters` in a group of at most ``size`` members. Raises ValueError for other bytes."""
-    # A message begins with a number, letters with an array.
-    if packet[1:2] < b"\x80":
+    if packet[:1] != _LETTERS:
         return [Letter((), (), False, packet)]
     try:
         return [
             Letter(_positions(senders, size), _positions(receivers, size), bool(straight), bytes(body))
-            for senders, receivers, straight, body in msgpack.unpackb(packet)
+            for senders, receivers, straight, body in msgpack.unpackb(packet)[0]
         ]
     except (ValueError, TypeError, LookupError, msgpack.UnpackException) as cause:
         raise ValueError("not letters of an agreement") from cause
