@@ -46,7 +46,7 @@ from asyncdist.kernel.tracing.hooks import GroupHooks, Hook, HookFunction
 from asyncdist.kernel.tracing.recorder import Entry
 from asyncdist.kernel.transport import registry
 from asyncdist.kernel.transport.native import preceded, raising
-from asyncdist.kernel.transport.wire_format import channel_of, generation_of
+from asyncdist.kernel.transport.wire_format import channel_of, generation_of, in_generation
 
 if TYPE_CHECKING:
     from asyncdist.groups.windows import GroupWindows, Window
@@ -99,7 +99,7 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
         member_ids: Sequence[int] | None = None,
         nonce: object = 0,
         world: Any = None,
-        lineage: tuple[object, ...] | None = None,
+        lineage: tuple[str, int, int] | None = None,
         generation: int = 0,
     ) -> None:
         CollectiveOps.__init__(self)
@@ -110,10 +110,10 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
         self.endpoint = endpoint
         self.generation = generation
         self._rank = self.member_ids.index(endpoint.rank)
-        self._lineage = lineage or (endpoint.world_id, name, *self.member_ids, nonce)
-        """The state that the channels of all generations share."""
-        number = channel_of(*self._lineage, generation=generation)
-        messages = channel_of(*self._lineage, "point to point", generation=generation)
+        names = endpoint.world_id, name, *self.member_ids, nonce
+        # The name of the first generation, and the numbers of its channels.
+        self._lineage = lineage or (name, channel_of(*names), channel_of(*names, "point to point"))
+        number, messages = (in_generation(each, generation) for each in self._lineage[1:])
         self.channel = Channel(number, name, self.member_ids, endpoint.rank)
         self._messages = Channel(messages, name, self.member_ids, endpoint.rank, point_to_point=True)
         self.channel.sibling, self._messages.sibling = self._messages, self.channel
@@ -446,11 +446,11 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
     def _successor(self, member_ids: list[int]) -> Group:
         """Make the group of the members that go on, and destroy this one."""
         # The numbers on the wire count agreements: members of a job may not know yet which number the store has given.
-        world, regrouped = self.world, generation_of(self.channel.prefix) + 1
+        world, regrouped, going = self.world, generation_of(self.channel.prefix) + 1, set(member_ids)
         is_default = world is not None and world.group is self
-        ranks = [rank for rank, member in zip(self.ranks, self.member_ids, strict=True) if member in set(member_ids)]
+        ranks = [rank for rank, member in zip(self.ranks, self.member_ids, strict=True) if member in going]
         successor = type(self)(
-            self.endpoint, range(len(member_ids)) if is_default else ranks, f"{self._lineage[1]} (regrouped {regrouped})",
+            self.endpoint, range(len(member_ids)) if is_default else ranks, f"{self._lineage[0]} (regrouped {regrouped})",
             self.timeout, member_ids=member_ids, world=world, lineage=self._lineage, generation=regrouped,
         )  # fmt: skip
         successor.generation = self.generation + 1

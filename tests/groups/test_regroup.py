@@ -19,6 +19,7 @@ from asyncdist.errors import (
     PeerLostError,
     SharedMemoryError,
 )
+from asyncdist.kernel.engine import agreements
 from asyncdist.kernel.engine.control_messages import MAX_CLOSING_FAILURES
 from asyncdist.kernel.transport.base import Outgoing
 from asyncdist.kernel.transport.wire_format import DATA, pack_key
@@ -51,6 +52,32 @@ async def test_agree_works_on_a_failed_group_and_names_the_members_that_have_lef
         failed = await asyncio.gather(*(group.barrier() for group in rest), return_exceptions=True)
         assert {type(error) for error in failed} == {PeerLostError}
         assert await asyncio.gather(*(group.agree() for group in rest)) == [Agreed(True, (2,))] * 3
+
+
+@transports
+async def test_members_of_a_group_with_relays_agree_and_regroup_without_those_that_have_left(monkeypatch, transport):
+    monkeypatch.setattr(agreements, "DEGREE", 3)
+    async with world_of(11, transport=transport) as groups:
+        assert await asyncio.gather(*(group.agree() for group in groups)) == [Agreed(True, ())] * 11
+        # Relays of the first level and of the second, the first coordinator, and others.
+        for number in (0, 3, 7, 9):
+            groups[number].world.leave()
+        rest = [group for number, group in enumerate(groups) if number not in (0, 3, 7, 9)]
+        assert await asyncio.gather(*(group.agree() for group in rest)) == [Agreed(True, (0, 3, 7, 9))] * 7
+        successors = await regrouped(rest)
+        assert [group.member_ids for group in successors] == [(1, 2, 4, 5, 6, 8, 10)] * 7
+        assert await sums(successors) == [36.0] * 7
+
+
+async def test_member_of_a_group_with_relays_whose_regroup_is_cancelled_gets_the_group_nevertheless(monkeypatch):
+    monkeypatch.setattr(agreements, "DEGREE", 2)
+    async with world_of(7) as groups:
+        works = [group.regroup() for group in groups]
+        for number in (0, 2, 5):
+            waiter = asyncio.ensure_future(works[number])
+            waiter.cancel()
+        successors = await regrouped(groups)
+        assert [group.rank() for group in successors] == list(range(7))
 
 
 async def test_agree_without_a_member_times_out_and_names_it():

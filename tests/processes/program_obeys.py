@@ -26,8 +26,9 @@ from asyncdist.errors import GroupAbortedError, PeerLostError
 from asyncdist.groups import introductions
 from asyncdist.kernel.engine import agreements
 from asyncdist.kernel.engine.direct_calls import DirectCalls
+from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.kernel.engine.executor import Executor
-from asyncdist.kernel.membership import relays
+from asyncdist.kernel.transport.wire_format import AGREE
 from asyncdist.rendezvous import session
 from tests.support.resources import mapped_segments
 
@@ -301,15 +302,15 @@ class Rank:
 
     def die_in_agreement(self, number):
         """Kill this process before it sends the ``number``-th message of an agreement, counted from 0."""
-        pack, left = relays.pack_letters, [number]
+        send, left = Endpoint.send_unordered, [number]
 
-        def die_or_pack(letters):
-            if left[0] == 0:
+        def die_or_send(endpoint, peer, kind, key, body):
+            if kind == AGREE and left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-            return pack(letters)
+            left[0] -= kind == AGREE
+            send(endpoint, peer, kind, key, body)
 
-        relays.pack_letters = die_or_pack
+        Endpoint.send_unordered = die_or_send
 
     async def broadcast(self, group, count, src, rounds):
         tensor = self.ones(count)

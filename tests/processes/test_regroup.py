@@ -100,6 +100,19 @@ def test_death_of_relays_and_coordinators_in_the_middle_of_a_regroup_is_absorbed
     assert [answers[number] for number in ids] == [(ids, float(len(ids)))] * len(ids)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("silent", [(4,), (0, 4)], ids=str)
+def test_stopped_relays_and_coordinators_are_left_out(job, all_do, face, silent):
+    ranks = job.world(8, face, ASYNCDIST_HEARTBEAT="0.5")
+    all_do(ranks, "pass_on_messages_in_blocks_of", 2)
+    all_do(ranks, "all_reduce", None, 10)
+    for number in silent:
+        ranks[number].process.stop()
+    going = [number for number in range(8) if number not in silent]
+    answers = all_do([ranks[number] for number in going], "survive", 1000)
+    assert answers == [(tuple(going), float(len(going)))] * len(going)
+
+
 def test_agreement_names_only_the_late_member_although_it_is_a_relay(job, all_do, face):
     ranks = job.world(6, face)
     all_do(ranks, "pass_on_messages_in_blocks_of", 2)

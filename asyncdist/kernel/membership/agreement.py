@@ -42,8 +42,9 @@ lost too.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import cast
 
 from asyncdist.kernel.membership.messages import AgreementKind, AgreementMessage, Ballot, Decision, MemberEnd
 
@@ -78,7 +79,7 @@ class Agreement:
         self.has_quit = False
         self._settles_disputes = settles_disputes
         self._outbox: list[tuple[list[int], AgreementMessage]] = []
-        self.places = _Positions(members)
+        self.places = _positions_of(members)
         self.place = self.places[member]
         self._vote: bytes | None = None
         self._accusations: dict[int, str] = {}
@@ -378,18 +379,27 @@ class Agreement:
             self._outbox.append((others, message))
 
 
-class _Positions:
-    """The position of each member: found by bisection, without a table, if the members ascend."""
+class _Positions(Mapping[int, int]):
+    """The position of each of many members that ascend, found by bisection, without a table."""
 
     def __init__(self, members: Sequence[int]) -> None:
-        ascend = isinstance(members, range) or all(one < other for one, other in pairwise(members))
-        self._members, self._table = members, None if ascend else {each: place for place, each in enumerate(members)}
+        self._members = members
 
-    def __contains__(self, member: int) -> bool:
-        if self._table is not None:
-            return member in self._table
-        place = bisect_left(self._members, member)
+    def __contains__(self, member: object) -> bool:
+        place = bisect_left(self._members, cast(int, member))
         return place < len(self._members) and self._members[place] == member
 
     def __getitem__(self, member: int) -> int:
-        return bisect_left(self._members, member) if self._table is None else self._table[member]
+        return bisect_left(self._members, member)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+
+def _positions_of(members: Sequence[int]) -> Mapping[int, int]:
+    if len(members) > DEGREE and (isinstance(members, range) or all(one < other for one, other in pairwise(members))):
+        return _Positions(members)
+    return {each: place for place, each in enumerate(members)}

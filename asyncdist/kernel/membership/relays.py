@@ -13,7 +13,7 @@ which has lost a member, begins a new ballot. What the relay had and did not pas
 off from one member only. So repeated messages take other ways: by each of the first members of a block in turns, which
 pass them straight on.
 
-In a group of at most `DEGREE` members every message goes straight to its receiver.
+In a group of at most `DEGREE` members a packet is a message, which goes straight to its receiver.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ _DETOURS = 3
 _FEW = 64
 """The receivers to which a message may be repeated straight, and the members that are watched in addition at one look."""
 
+_LETTERS = b"\x91"
+"""The first byte of several letters, an array of one array. A message is an array of eight values."""
 _Letters = dict[tuple[bytes, tuple[int, ...], bool], dict[int, None]]
 """The senders of letters, by body, receivers and ``is_straight``."""
 
@@ -50,19 +52,24 @@ class Letter(NamedTuple):
 
 
 def pack_letters(letters: Iterable[Letter]) -> bytes:
-    """Return letters as bytes."""
+    """Return letters as bytes: a single one without senders and receivers as its body."""
+    letters = list(letters)
+    if len(letters) == 1 and not letters[0].senders:
+        return letters[0].body
     packed: bytes = msgpack.packb(
-        [(_runs(senders), _runs(receivers), straight, body) for senders, receivers, straight, body in letters]
+        [[(_runs(senders), _runs(receivers), straight, body) for senders, receivers, straight, body in letters]]
     )
     return packed
 
 
 def unpack_letters(packet: bytes, size: int) -> list[Letter]:
     """Return the letters of `pack_letters` in a group of at most ``size`` members. Raises ValueError for other bytes."""
+    if packet[:1] != _LETTERS:
+        return [Letter((), (), False, packet)]
     try:
         return [
             Letter(_positions(senders, size), _positions(receivers, size), bool(straight), bytes(body))
-            for senders, receivers, straight, body in msgpack.unpackb(packet)
+            for senders, receivers, straight, body in msgpack.unpackb(packet)[0]
         ]
     except (ValueError, TypeError, LookupError, msgpack.UnpackException) as cause:
         raise ValueError("not letters of an agreement") from cause
@@ -109,6 +116,9 @@ class Courier:
 
         Answers go back the way of the messages, which is open although members on another one may be lost.
         """
+        if not self.agreement.is_large:
+            self.agreement.receive(peer, AgreementMessage.unpack(packet))
+            return
         if peer not in self.agreement.places:
             return
         place = self.agreement.places[peer]
@@ -136,20 +146,25 @@ class Courier:
 
     def repeat(self, *, to_all: bool = False) -> None:
         """Repeat what others wait for (`Agreement.repeat`), by another way than the last time."""
-        self._collect()
+        if self.agreement.is_large:
+            self._collect()
         self._repeats += 1
         self.agreement.repeat(to_all=to_all)
-        self._collect(repeated=True)
+        if self.agreement.is_large:
+            self._collect(repeated=True)
 
     def take_outbox(self, *, hold: bool = False) -> list[tuple[int, bytes]]:
         """Return and remove the packets to send, each with its receiver.
 
         With ``hold``, those to relays stay that others in the block may still have something for.
         """
+        if not self.agreement.is_large:
+            packed = ((members, message.pack()) for members, message in self.agreement.take_outbox())
+            return [(member, packet) for members, packet in packed for member in members]
         self._collect()
         outbox = []
         for hop, letters in list(self._held.items()):
-            if hold and self.agreement.is_large and hop < self._own and self._may_grow(letters):
+            if hold and hop < self._own and self._may_grow(letters):
                 continue
             del self._held[hop]
             outbox += [(self._members[hop], packet) for packet in self._packets(hop, letters)]
@@ -210,8 +225,6 @@ class Courier:
 
     def _next(self, to: int) -> int:
         """Return where to send a message for a position."""
-        if not self.agreement.is_large:
-            return to
         level = next(level for level, size in enumerate(self._sizes) if self._own // size == to // size)
         size = self._sizes[max(level - 1, 0)]
         return self._relay(to, size) if self._relay(self._own, size) == self._own else self._parent()[0]

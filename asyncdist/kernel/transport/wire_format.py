@@ -56,14 +56,15 @@ unpack_tail: Callable[..., tuple[int, int, int]] = functools.partial(_TAIL.unpac
 """``unpack_tail(header)`` returns the fields of a whole header after the key: (fingerprint, nbytes, kind)."""
 
 
-def channel_of(*names: object, generation: int = 0) -> int:
-    """Return the 64-bit channel number of a name and a generation, equal in every process.
-
-    The lower 48 bits are those of the name, the others those of the generation.
-    """
+def channel_of(*names: object) -> int:
+    """Return the 64-bit channel number of a name, equal in every process, in generation 0."""
     text = "\0".join(map(str, names)).encode()
-    name = int.from_bytes(hashlib.blake2b(text, digest_size=_NAME_NBYTES).digest(), "little")
-    return (generation & _GENERATIONS) << 8 * _NAME_NBYTES | name
+    return int.from_bytes(hashlib.blake2b(text, digest_size=_NAME_NBYTES).digest(), "little")
+
+
+def in_generation(number: int, generation: int) -> int:
+    """Return the channel number of generation 0 in another one, which its upper bits are."""
+    return (generation & _GENERATIONS) << 8 * _NAME_NBYTES | number
 
 
 def name_of(key: bytes) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 
 from asyncdist.kernel.membership.agreement import DEGREE, Agreement
 from asyncdist.kernel.membership.messages import AgreementKind, AgreementMessage, Decision, MemberEnd
-from asyncdist.kernel.membership.relays import Courier
+from asyncdist.kernel.membership.relays import Courier, Letter, pack_letters, unpack_letters
 
 
 class Schedule:
@@ -532,6 +532,18 @@ def test_packed_message_is_the_same_and_other_bytes_are_refused():
     for body in (b"", b"\xc1", message.pack()[:-1], message.pack() + b"x", b"\x90", b"\x98" + b"\xc0" * 8):
         with pytest.raises(ValueError, match="not a message"):
             AgreementMessage.unpack(body)
+
+
+def test_packed_letters_are_the_same_and_other_bytes_are_refused():
+    letter = Letter([0, 1, 2, 7], [3], True, b"body")
+    for letters in ([letter], [letter] * 20, [Letter((), (), False, b"\x98body")]):
+        packet = pack_letters(letters)
+        assert unpack_letters(packet, 8) == letters
+    for body in (b"\x91", pack_letters([letter])[:-1], pack_letters([letter]) + b"x", b"\x91\x91\x94" + b"\xc0" * 4):
+        with pytest.raises(ValueError, match="not letters"):
+            unpack_letters(body, 8)
+    with pytest.raises(ValueError, match="not letters"):
+        unpack_letters(pack_letters([letter]), 7)
 
 
 SPARSE = [member for member in range(10_000) if member % 3]
