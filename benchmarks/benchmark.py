@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import click
 
 from asyncdist.cli.console import print_page, screen, write_page
-from asyncdist.cli.machine import machine
+from asyncdist.cli.machine import measured_machine
 from asyncdist.cli.option_types import ListOf, NewFolder, reporting_write_errors
 from asyncdist.cli.page import Grid, Page
 from asyncdist.errors import BenchmarkError
@@ -96,7 +96,7 @@ class Benchmark(ABC, Generic[PlanT]):
     @classmethod
     def run(cls, plan: PlanT, progress: Progress = lambda doing: None) -> GridReport[PlanT]:
         """Execute a plan in new processes and return the report; raises what `measure` does."""
-        report = GridReport(plan, machine())
+        report = GridReport(plan, measured_machine())
         with Laboratory(cls.program, cls.preload, progress) as laboratory:
             try:
                 report.cases.extend(cls(plan, laboratory).measure())

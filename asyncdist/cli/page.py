@@ -112,10 +112,12 @@ class Page:
 
 
 def about_machine(machine: Mapping[str, str]) -> str:
-    """Return the processor, the cores, the system and its load, and the versions, in one line."""
+    """Return the processor, its cores and caches, the rate of memory, the system and its load, and the versions."""
+    memory = f"copies {machine['memory']}, " if "memory" in machine else ""
     mpi = f", {machine['mpi']}" if "mpi" in machine else ""
     return (
-        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}, load {machine['load']} before the run; "
+        f"{machine['processor']}, {machine['cores']} cores, {machine['caches']}, {memory}{machine['system']}, "
+        f"load {machine['load']} before the run; "
         f"Python {machine['python']}, torch {machine['torch']}, uvloop {machine['uvloop']}, "
         f"asyncdist {machine['asyncdist']}{mpi}"
     )

@@ -101,6 +101,12 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
     callback=_rivals,
     help="Rivals to measure in the same run: gloo, mpi, raw (plain sockets), or `available` for all that are installed.",
 )
+@click.option(
+    "--than",
+    default="",
+    metavar="FILE",
+    help="Also show the figures that an earlier run has written with --json. Those of another machine are refused.",
+)
 @click.option("--registered", is_flag=True, help="Also measure tensors made by asyncdist.empty(shared=True).")
 @click.option(
     "--awaited", is_flag=True, help="Also measure `await` on uvloop, and how much longer it takes than blocking."
@@ -175,6 +181,7 @@ def bench(
     torchrun --nnodes 2 --no-python ... asyncdist bench --calibrate links.json
     """
     from asyncdist.cli.bench import launch, tables
+    from asyncdist.cli.bench.result import read_earlier
     from asyncdist.cli.console import print_page, screen, write_json, write_page
     from asyncdist.config import Config
 
@@ -187,6 +194,7 @@ def bench(
         asyncio.run(calibrate(profile))
         return
     plan = _plan(collectives, ranks, sizes, **options)
+    earlier = read_earlier(Path(plan.than)) if plan.than else {}
     if plot_file is not None or output is not None:
         from asyncdist.kernel.tracing.plotting import require_matplotlib
 
@@ -194,6 +202,7 @@ def bench(
     cases = sum(len(each.cases) for each in (*launch.between_fewer_hosts(plan), plan))
     with _progress_bar(cases) as note:
         report = launch.sweep(plan, note)
+    report.add_earlier(earlier)
     page, stem = tables.bench_page(report), tables.file_stem(plan)
     print_page(screen(stderr=str(json_file) == "-"), page)
     if json_file is not None:

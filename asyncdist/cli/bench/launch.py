@@ -23,7 +23,7 @@ from asyncdist.cli.bench.contenders.mpi import mpi_missing, mpi_version
 from asyncdist.cli.bench.plan import BenchPlan
 from asyncdist.cli.bench.rank import BY_MPI, CONTROL_SOCKET
 from asyncdist.cli.bench.result import Report, ResultRow
-from asyncdist.cli.machine import machine
+from asyncdist.cli.machine import measured_machine
 from asyncdist.errors import BenchmarkError, UnsupportedError
 from asyncdist.testing.hosts import LINK, Hosts
 
@@ -111,7 +111,7 @@ def run(plan: BenchPlan, note: Note = lambda row: None) -> Report:
         UnsupportedError: The plan needs Open MPI, which is not installed.
         HostsUnavailableError: This machine cannot make the hosts of the plan.
     """
-    report = Report(plan, machine())
+    report = Report(plan, measured_machine())
     if "mpi" in plan.against:
         if (missing := mpi_missing()) is not None:
             raise UnsupportedError(missing)

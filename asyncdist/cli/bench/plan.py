@@ -17,9 +17,11 @@ COLLECTIVES = (
 )  # fmt: skip
 _SHARED_OUT = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 RIVALS = ("gloo", "mpi", "raw")
+EARLIER = "earlier"
+"""The key of asyncdist's figures of an earlier run on the same machine."""
 THROUGH = ("torch",)
 """Other APIs through which asyncdist is measured: "torch" means the functions of torch.distributed."""
-CONTENDERS = ("asyncdist", "registered", "torch", "idle", "awaited", *RIVALS, "copy")
+CONTENDERS = ("asyncdist", "registered", "torch", "idle", "awaited", *RIVALS, EARLIER, "copy")
 """Keys of the results. The key of a further transport is its name. "idle" is torch.distributed on a null back end."""
 
 THROUGH_TORCH = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "barrier")
@@ -44,6 +46,7 @@ class BenchPlan:
         busy: The number of processes that compute on the same cores.
         hosts: The number of hosts: 1 for this machine, more for a test bed of `asyncdist.testing.hosts`.
         link: The rate of each host's link in the words of ``tc``; no limit if empty.
+        than: The file with the figures of an earlier run to compare with; empty for none.
     """
 
     collectives: tuple[str, ...] = ("all_reduce",)
@@ -58,6 +61,7 @@ class BenchPlan:
     busy: int = 0
     hosts: int = 1
     link: str = ""
+    than: str = ""
 
     @property
     def ranks_per_host(self) -> int:
@@ -90,6 +94,7 @@ class BenchPlan:
             *self.transports[1:],
             *(("awaited",) if self.awaited else ()),
             *(name for name in RIVALS if name in self.against),
+            *((EARLIER,) if self.than else ()),
             *(("copy",) if self.hosts == 1 else ()),
         )
 

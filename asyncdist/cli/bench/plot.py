@@ -22,6 +22,7 @@ Line = tuple[str, str, str, float, str]
 # Contender: (label, colour, style, width, marker). The colours are Okabe and Ito's, which colour-blind readers can tell
 # apart. Markers and styles differ too.
 LINES = {
+    "earlier": ("asyncdist, earlier", "#0072b2", ":", 1.4, "."),
     "copy": ("memory copy (the limit)", "#111111", ":", 1.6, ""),
     "raw": ("raw sockets (TCP's limit)", "#9aa0a6", "--", 1.6, ""),
     "gloo": ("gloo", "#d55e00", "-", 1.8, "s"),
@@ -75,7 +76,7 @@ def benchmark_figure(report: Report) -> Figure:
 def _lines(plan: BenchPlan) -> dict[str, Line]:
     """Return how each contender of the plan is drawn, in the order of drawing."""
     further = {name: (f"asyncdist over {name}", *_FURTHER) for name in plan.transports[1:]}
-    behind, front = ("copy", "idle", "raw", "gloo", "mpi"), ("awaited", "torch", "asyncdist", "registered")
+    behind, front = ("copy", "earlier", "idle", "raw", "gloo", "mpi"), ("awaited", "torch", "asyncdist", "registered")
     order = (*behind, *further, *front)
     return {name: {**LINES, **further}[name] for name in order if name in plan.contenders}
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from asyncdist.cli.bench.plan import RIVALS, THROUGH, BenchPlan
+from asyncdist.cli.bench.plan import EARLIER, RIVALS, THROUGH, BenchPlan
+from asyncdist.cli.machine import refuse_another_machine
+from asyncdist.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ class ResultRow:
             "algorithm_bandwidth": self.algorithm_bandwidth,
             "bus_bandwidth": self.bus_bandwidth,
             "times_faster_than": {
-                who: {rival: self.ratio(rival, who) for rival in contenders if rival in RIVALS}
+                who: {rival: self.ratio(rival, who) for rival in contenders if rival in (*RIVALS, EARLIER)}
                 for who in ("asyncdist", "registered", *THROUGH)
                 if who in contenders
             },
@@ -123,6 +127,33 @@ class Report:
             "rows": [row.as_json() for row in self.rows],
             **({"fewer_hosts": [each.as_json() for each in self.fewer_hosts]} if self.fewer_hosts else {}),
         }
+
+    def add_earlier(self, timings: Mapping[tuple[str, int, int], Timing]) -> None:
+        """Add the figures of an earlier run to those of the same collective, size and number of ranks."""
+        for row in self.rows:
+            if found := timings.get((row.name, row.nbytes, row.ranks)):
+                row.timings[EARLIER] = found
+
+
+def read_earlier(path: Path) -> dict[tuple[str, int, int], Timing]:
+    """Return asyncdist's timings in a file of ``--json``, by collective, bytes and ranks.
+
+    Raises:
+        UsageError: The file has no such figures, or those of another machine.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        timings = {}
+        for row in found["rows"]:
+            of = row["contenders"]["asyncdist"]
+            median_us, p99_us, best_us = (of[key] * 1e-6 for key in ("median_us", "p99_us", "best_us"))
+            key = row["collective"], row["nbytes"], row["ranks"]
+            timings[key] = Timing(median_us, p99_us, best_us, of["calls"], median_us)
+        there = dict(found["machine"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} has no figures of `asyncdist bench --json` ({error!r})") from None
+    refuse_another_machine(there)
+    return timings
 
 
 def by_name(rows: Iterable[ResultRow]) -> dict[str, list[ResultRow]]:

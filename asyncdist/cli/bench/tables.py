@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from asyncdist.cli.bench.limits import least_nbytes, limit_of, rate_in_bytes
-from asyncdist.cli.bench.plan import RIVALS, BenchPlan
+from asyncdist.cli.bench.plan import EARLIER, RIVALS, BenchPlan
 from asyncdist.cli.bench.result import Report, ResultRow, by_name
 from asyncdist.cli.page import Grid, Page, about_machine, duration, size, times
 
@@ -26,6 +26,7 @@ _MEANINGS = {
     "gloo": "`torch.distributed` over gloo",
     "mpi": "the buffer-based calls of mpi4py, in place where MPI allows it",
     "raw": "the same traffic over plain non-blocking TCP sockets, with the additions",
+    EARLIER: "*asyncdist* in an earlier run on this machine, whose load was another one: `{than}`",
     "copy": "a copy of as many bytes from one ordinary tensor to another by one core while the other ranks sleep: "
     "the physical limit",
 }
@@ -82,7 +83,7 @@ def _label(contender: str) -> str:
 
 def _meaning(contender: str, plan: BenchPlan) -> str:
     further = f"the blocking API over the transport `{contender}`"
-    meaning = _MEANINGS.get(contender, further).format(transport=plan.transports[0])
+    meaning = _MEANINGS.get(contender, further).format(transport=plan.transports[0], than=plan.than)
     return f"- *{_label(contender)}*: {meaning}."
 
 
@@ -98,7 +99,7 @@ def columns_of(plan: BenchPlan) -> list[Column]:
     columns: list[Column] = [("size", lambda row: size(row.nbytes) if row.nbytes else "—")]
     columns += [(_label(who), _median(who)) for who in plan.contenders]
     columns.insert(2, ("p99", lambda row: duration(row.blocking.p99)))
-    columns += [(f"vs {rival}", _ratio(rival, "asyncdist")) for rival in plan.contenders if rival in RIVALS]
+    columns += [(f"vs {rival}", _ratio(rival, "asyncdist")) for rival in plan.contenders if rival in (*RIVALS, EARLIER)]
     if "copy" in plan.contenders:
         columns.append(("× copy", _ratio("asyncdist", "copy")))
     return columns + (_link_columns(plan) if plan.hosts > 1 else [])

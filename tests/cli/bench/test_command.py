@@ -16,9 +16,9 @@ from asyncdist.cli.bench import launch
 from asyncdist.cli.bench.contenders import mpi
 from asyncdist.cli.bench.launch import Programs
 from asyncdist.cli.bench.plan import COLLECTIVES, THROUGH_TORCH, BenchPlan
-from asyncdist.cli.bench.result import Report
+from asyncdist.cli.bench.result import Report, ResultRow, read_earlier
 from asyncdist.cli.bench.tables import about_run
-from asyncdist.cli.machine import machine
+from asyncdist.cli.machine import machine, measured_machine
 from asyncdist.errors import BenchmarkError, UnsupportedError
 
 needs_mpi = pytest.mark.skipif(mpi.mpi_missing() is not None, reason=str(mpi.mpi_missing()))
@@ -234,6 +234,29 @@ def test_unwritable_file_is_refused_before_measuring(option, name, words, tmp_pa
     assert (run.exit_code, type(run.exception)) == (2, SystemExit)
     assert words in run.output
     assert not plans
+
+
+def test_figures_of_an_earlier_run_stand_beside_those_of_the_same_machine(tmp_path, timing):
+    path, row = tmp_path / "figures.json", ResultRow("all_reduce", 4, 2, {"asyncdist": timing(2)})
+    path.write_text(json.dumps(Report(BenchPlan(), measured_machine(), [row]).as_json()))
+    assert "GB/s" in path.read_text()
+    report = Report(BenchPlan(than=str(path)), machine(), [ResultRow("all_reduce", 4, 2, {"asyncdist": timing(1)})])
+    report.add_earlier(read_earlier(path))
+    assert report.as_json()["rows"][0]["times_faster_than"]["asyncdist"] == {"earlier": pytest.approx(2)}
+
+
+@pytest.mark.parametrize("kind", ["processor", "cores", "caches"])
+def test_figures_of_another_machine_are_refused_before_measuring(kind, tmp_path, plans):
+    path = tmp_path / "figures.json"
+    path.write_text(json.dumps({"rows": [], "machine": {**machine(), kind: "another"}}))
+    run = CliRunner().invoke(main, ["bench", "--than", str(path)])
+    assert run.exit_code
+    assert f"{kind} another there" in f"{run.output}{run.exception}"
+    assert not plans
+    path.write_text("")
+    assert (
+        "has no figures" in f"{(run := CliRunner().invoke(main, ['bench', '--than', str(path)])).output}{run.exception}"
+    )
 
 
 @pytest.fixture

@@ -11,15 +11,16 @@ from asyncdist.cli.bench.tables import bench_page, columns_of
 from asyncdist.cli.page import bandwidth, duration, size
 
 EVERYTHING = BenchPlan(
-    ("all_reduce",), (4_000_000,), 4, RIVALS, awaited=True, registered=True, through=THROUGH, transports=("auto", "tcp")
-)
+    ("all_reduce",), (4_000_000,), 4, RIVALS, awaited=True, registered=True, through=THROUGH, transports=("auto", "tcp"),
+    than="earlier.json",
+)  # fmt: skip
 
 
 @pytest.fixture
 def timings(timing):
     """A timing of each contender of `EVERYTHING`."""
     milliseconds = {"asyncdist": 1, "gloo": 4, "raw": 0.9, "awaited": 1.02, "tcp": 3}
-    milliseconds |= {"mpi": 2, "registered": 0.5, "torch": 1.25, "idle": 0.2, "copy": 0.4}
+    milliseconds |= {"mpi": 2, "registered": 0.5, "torch": 1.25, "idle": 0.2, "copy": 0.4, "earlier": 1.5}
     return {name: timing(value) for name, value in milliseconds.items()}
 
 
@@ -65,10 +66,12 @@ def test_ratios_and_bandwidths_of_a_collective(timings):
         "gloo": "4.00 ms",
         "Open MPI": "2.00 ms",
         "raw sockets": "900 µs",
+        "earlier": "1.50 ms",
         "memory copy": "400 µs",
         "vs gloo": "4.00×",
         "vs mpi": "2.00×",
         "vs raw": "0.90×",
+        "vs earlier": "1.50×",
         "× copy": "2.50×",
     }
     barrier = shown(BenchPlan(), ResultRow("barrier", 0, 2, {"asyncdist": timings["asyncdist"]}))
