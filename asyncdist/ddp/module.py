@@ -93,7 +93,8 @@ class DistributedDataParallel(TorchNames):
         LoopThreadError: The calling thread runs an event loop.
 
     ``backward()`` raises GradientError on all ranks, naming the parameters and the ranks, if a parameter got no gradient or
-    two of them on a rank; and GroupError if a peer is lost.
+    two of them on a rank; and GroupError if a peer is lost. A world of one notices two of them in the first step only, and
+    later if gradients are kept from step to step.
 
     Example:
         >>> model = DistributedDataParallel(torch.nn.Linear(4, 1))

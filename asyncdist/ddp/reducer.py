@@ -3,7 +3,8 @@
 Called by `module`. In one backward autograd calls:
 
     the output's gradient is known   _entered()   forget the last step; register `_end_backward` with autograd
-    a parameter's gradient is ready  _ready()     put it into its bucket; start the all-reduces of full buckets
+    a parameter's gradient is ready  `Arrivals.record`, or, if it should be the last one of its bucket,
+                                     _ready()     put those that have arrived into buckets; start all-reduces of full ones
     backward ends                    _end_backward()  start the remaining all-reduces
                                      _finalize()  wait for all of them, and raise what any rank found wrong
 
@@ -20,7 +21,8 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_
 from time import perf_counter
 from typing import Any
 
@@ -30,7 +32,7 @@ from asyncdist.base.lifecycle import WeakRegistry
 from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.ddp import buckets
 from asyncdist.ddp.backward.bucket_exchange import BucketExchange
-from asyncdist.ddp.backward.bucket_set import BucketSet, ReducerOptions
+from asyncdist.ddp.backward.bucket_set import Bucket, BucketSet, ReducerOptions, are_dense
 from asyncdist.ddp.backward.faults import Faults
 from asyncdist.ddp.backward.gradient_hooks import Arrivals, GradientHook, GradientHooks, step_in_backward, take_over
 from asyncdist.ddp.backward.gradient_record import GradientRecord
@@ -54,6 +56,7 @@ from asyncdist.kernel import torch_private
 log = logging.getLogger("asyncdist")
 
 _requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
+_gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
 _reducers: WeakRegistry[Reducer] = WeakRegistry()
 """All reducers. One whose group has ended in the middle of a backward would see the gradients of later ones."""
@@ -108,6 +111,12 @@ class Reducer:
         self._uses_leaves = False
         # Parameters for which `bucket_memory` has returned memory in this backward.
         self._placed: set[int] = set()
+        self._finds_outputs = True
+        """Whether tensors were found in all outputs, so that `_entered` begins each backward."""
+        self._looks = self._needs_hooks = False
+        """Whether gradients are only looked at, when backwards have ended; and whether that does not suffice."""
+        self._is_regular = False
+        """Whether a backward had no faults."""
         for other in _reducers.living():
             # One whose group has failed or was destroyed leaves the parameters to this one.
             if other._group.error is not None and not other._numbers.keys().isdisjoint(self._numbers):
@@ -117,6 +126,7 @@ class Reducer:
         # autograd refers to the recorded parameters in a way that the garbage collector does not see.
         weakref.finalize(self, self._arrivals.clear)
         self._hooks = GradientHooks(self._parameters)
+        self._hook = _hook(weakref.ref(self))
         self._install_hooks()
 
     @property
@@ -136,13 +146,26 @@ class Reducer:
         return [[self._names[member] for member in bucket.members] for bucket in self._bucket_set.buckets]
 
     def _install_hooks(self) -> None:
-        """Let autograd call `_ready` for each gradient, or only record gradients that need no further work."""
-        only_records = self._bucket_set.is_alone and not self._bucket_set.allows_unused
-        numbers, reducer = range(len(self._parameters)), weakref.ref(self)
-        self._hooks.install([self._arrivals.record if only_records else _hook(reducer, index) for index in numbers])
+        """Let autograd record gradients, and call `_ready` for those after which a bucket should be full."""
+        bucket_set, count = self._bucket_set, len(self._parameters)
+        # Nothing is averaged, and the calls of autograd would cost more than the rest.
+        self._looks = bucket_set.is_alone and not (bucket_set.allows_unused or self._needs_hooks)
+        if self._looks:
+            self._hooks.remove()
+            return
+        marks: Iterable[int] = ()
+        if bucket_set.allows_unused or not self._finds_outputs:
+            marks = range(count)
+        elif not bucket_set.is_alone:
+            marks = bucket_set.large.union(bucket.members[-1] for bucket in bucket_set.buckets)
+        hooks = [self._arrivals.record] * count
+        for index in marks:
+            hooks[index] = self._hook
+        self._hooks.install(hooks)
 
     def remove_hooks(self) -> None:
         """Remove the hooks of autograd: later backwards average nothing."""
+        self._looks = False
         self._hooks.remove()
 
     def set_hook(self, hook: HookCaller) -> None:
@@ -165,13 +188,21 @@ class Reducer:
             )
         self._exchange.hook = hook
         self._bucket_set.has_hook, self._bucket_set.is_alone = True, False
-        self._bucket_set.assign()
-        self._install_hooks()
+        self._assign()
 
     def set_static_graph(self) -> None:
         """Treat the graph as static from the next backward on."""
         self.options.static_graph = True
-        self._bucket_set.assign()
+        self._assign()
+
+    def _follow_casts(self) -> None:
+        """Assign buckets again if parameters have been cast or moved: gradients must not be converted in between."""
+        if self._bucket_set.are_cast():
+            self._assign()
+
+    def _assign(self, order: Sequence[int] | None = None) -> None:
+        """Assign the parameters to buckets again; see `BucketSet.assign`."""
+        self._bucket_set.assign(order)
         self._install_hooks()
 
     # -- one backward -------------------------------------------------------------------------
@@ -183,8 +214,8 @@ class Reducer:
             return
         self._forward_started = perf_counter()
         self._placed.clear()
-        # Not those in `_arrivals`: no other rank waits for them.
-        if self._step is not None and self._record.seen:
+        # No other rank waits for those of a world of one.
+        if self._step is not None and (self._record.seen or (self._arrivals and not self._bucket_set.is_alone)):
             if self.manual and self._step.backward_finished:
                 raise UsageError(
                     "the last backward was not finalized: call finalize_backward() before the next forward"
@@ -198,18 +229,30 @@ class Reducer:
         self._step = None
         # Those of backwards that average nothing.
         self._arrivals.clear()
-        self._bucket_set.follow_casts()
+        self._follow_casts()
         take_over(self._parameters)
+        if self._looks and not self._is_regular:
+            self._hooks.install_once(self._arrivals.record)
+        elif self._looks and not all(map(is_, map(_gradient_of, self._parameters), repeat(None))):
+            # What a backward adds to a gradient that is there is not seen without hooks.
+            self._needs_hooks = True
+            self._install_hooks()
         self._hooks.restore()
         self._hooks.keep_last()
 
     def expect_backward_of(self, output: Any) -> None:
         """Begin when autograd computes the gradient of a tensor in ``output``, which a forward has returned."""
+        has_found = False
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
+                has_found = True
                 # Without a reference to a node of this graph, which the graph would refer to.
                 leaf = first_leaf(tensor.grad_fn) if self._bucket_set.allows_unused else None
                 tensor.register_hook(functools.partial(self._entered, leaf=leaf))
+        if self._finds_outputs and not has_found:
+            # Any gradient may be the one with which the backward begins.
+            self._finds_outputs = False
+            self._install_hooks()
 
     def _entered(self, _: torch.Tensor, *, leaf: Any) -> None:
         """Start a backward.
@@ -228,7 +271,9 @@ class Reducer:
         self._step.buckets = [BucketTimes(bucket.index, bucket.nbytes) for bucket in self._bucket_set.buckets]
         self._record.begin()
         self._exchange.begin(self._step.buckets, self.joining)
-        self._arrivals.clear()
+        # Where a forward has armed it, gradients that came before that of the output are this backward's too.
+        if self._bucket_set.is_alone or not self.armed:
+            self._arrivals.clear()
         self._uses_leaves = False
         # Only the running graph task keeps this object, so it is freed with the task, also if the task raises.
         # The inner backward of a re-entrant checkpoint is a task of its own.
@@ -245,18 +290,27 @@ class Reducer:
             return self._step is not None
         return self._running is not None and self._running() is not None
 
-    def _ready(self, index: int) -> None:
+    def _ready(self, parameter: torch.Tensor) -> None:
+        """Record a gradient after which a bucket should be full, and start the all-reduces of full buckets."""
         with self._lock:
-            record = self._record
-            if self._bucket_set.allows_unused:
-                record.used.add(index)
-            if not (self._step is not None and record.seen) and not self._has_begun():
-                if not self.armed:
-                    return
-                self._begin()
-            full = record.add(index)
-            if full is not None:
+            self._arrivals.record(parameter)
+            if full := self._counted():
                 self._exchange.start_full(full)
+
+    def _counted(self) -> list[Bucket]:
+        """Count the gradients that were recorded, and return the buckets that are full now."""
+        record = self._record
+        if self._looks and self._is_regular:
+            arrived = [index for index, each in enumerate(self._parameters) if each.grad is not None]
+        else:
+            arrived = self._arrivals.take()
+        if self._bucket_set.allows_unused:
+            record.used.update(arrived)
+        if arrived and not (self._step is not None and record.seen) and not self._has_begun():
+            if not self.armed:
+                return []
+            self._begin()
+        return record.add(arrived)
 
     def bucket_memory(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Return the memory in its bucket for a parameter's gradient; None if backward must not write it there.
@@ -289,30 +343,22 @@ class Reducer:
         self._placed.clear()
         if step is None or step.backward_finished:
             return
+        is_complete = self._looks and self._is_regular and are_dense(self._parameters)
+        full = [] if is_complete else self._counted()
         # torch.autograd.grad() accumulates no gradient.
-        if not self._has_gradients() and not self._uses_leaves:
+        if not (is_complete or self._record.seen or self._uses_leaves):
             self._step = None
             refuse_silent_gradients(self._names, self._parameters, hooked=self._hooks.is_installed)
             self._watch.check_again()
             return
         self.armed = False
         step.backward_finished = perf_counter()
-        self._take_arrivals(step)
-        for full in self._record.end():
-            self._exchange.start_full(full)
+        full = self._bucket_set.buckets if is_complete else [*full, *self._record.end()]
+        for bucket in full:
+            step.buckets[bucket.index].ready = step.backward_finished
         self._exchange.start_rest(background=self.manual)
         if not self.manual:
             self._finalize()
-
-    def _take_arrivals(self, step: StepTimes) -> None:
-        """Count the gradients that hooks have only recorded."""
-        arrived = self._arrivals.take()
-        if self._record.add_all(arrived):
-            for times in step.buckets:
-                times.ready = step.backward_finished
-        else:
-            for index in arrived:
-                self._ready(index)
 
     def finalize(self) -> None:
         """Finish a backward whose caller waits for the averages, after `manual` was set."""
@@ -338,6 +384,9 @@ class Reducer:
         self.last_step, self._step = step, None
         if has_faults:
             self._record.faults.raise_on_all_ranks()
+        if self._looks and not self._is_regular:
+            self._hooks.remove()
+        self._is_regular = True
         if self._bucket_set.allows_unused:
             before, self._used_before = self._used_before, self._record.seen.keys()
             if not before <= self._used_before:
@@ -355,7 +404,7 @@ class Reducer:
 
     def stand_in(self, reduction: Reduction) -> None:
         """Contribute zeros to one backward of the other ranks; this rank's own gradients do not change."""
-        self._bucket_set.follow_casts()
+        self._follow_casts()
         self._record.begin()
         self._record.used.clear()
         flags = self._exchange.average_zeros(reduction)
@@ -386,7 +435,7 @@ class Reducer:
             self._bucket_set.skipped = frozenset(range(count)) - used
         if self.tuning is not None:
             self.options.limits = self.tuning.limits
-        self._bucket_set.assign(order.tolist())
+        self._assign(order.tolist())
         self.has_rebuilt_buckets = True
 
     def _tune(self, tuning: BucketTuning, seconds: float) -> None:
@@ -397,14 +446,14 @@ class Reducer:
                 log.info("DistributedDataParallel uses %s", tuning)
         if tuning.limits != self.options.limits:
             self.options.limits = tuning.limits
-            self._bucket_set.assign()
+            self._assign()
 
 
-def _hook(reducer: weakref.ref[Reducer], index: int) -> GradientHook:
+def _hook(reducer: weakref.ref[Reducer]) -> GradientHook:
     # Weak, because the garbage collector does not see references inside autograd.
-    def ready(_: torch.Tensor) -> None:
+    def ready(parameter: torch.Tensor) -> None:
         target = reducer()
         if target is not None:
-            target._ready(index)
+            target._ready(parameter)
 
     return ready

@@ -1,4 +1,4 @@
-"""A world of one rank: gradients are recorded without Python code for each, and faults are found as with more ranks."""
+"""A world of one rank: gradients are looked at when a backward has ended, and faults are found as with more ranks."""
 
 import gc
 import sys
@@ -29,19 +29,69 @@ def python_calls(function):
     return Counter(calls)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_python_function_runs_for_each_gradient(world_size):
+    @on_ranks(world_size)
+    def counted(group):
+        counts = []
+        for count in (10, 40):
+            convolutions = nn.Sequential(*(nn.Conv1d(1, 1, 1, bias=False) for _ in range(count)))
+            model = DistributedDataParallel(convolutions, process_group=group)
+            for _ in range(2):
+                loss = model(torch.ones(1, 1, 1)).sum()
+                calls = python_calls(loss.backward)
+            assert "_end_backward" in calls
+            counts.append(calls)
+        few, many = counts
+        # Ranks that wait for each other poll more or less often, but call nothing of this package.
+        assert {name: many[name] for name in ("_ready", "_counted", "add", "fill")} == {
+            name: few[name] for name in ("_ready", "_counted", "add", "fill")
+        }
+        assert world_size > 1 or max((many - few).values(), default=0) < 30
+
+    counted()
+
+
+@pytest.mark.parametrize("keeps_gradients", [False, True])
 @on_ranks(1)
-def test_no_python_function_runs_for_each_gradient(group):
-    counts = []
-    for count in (10, 40):
-        convolutions = nn.Sequential(*(nn.Conv1d(1, 1, 1, bias=False) for _ in range(count)))
-        model = DistributedDataParallel(convolutions, process_group=group)
-        for _ in range(2):
-            loss = model(torch.ones(1, 1, 1)).sum()
-            calls = python_calls(loss.backward)
-        assert "_end_backward" in calls
-        counts.append(calls)
-    few, many = counts
-    assert max((many - few).values(), default=0) < 30
+def test_parameters_without_a_gradient_are_named(group, keeps_gradients):
+    """Gradients that are kept from step to step need hooks, without which nothing tells that they have changed."""
+    module = layers(3)
+    model = DistributedDataParallel(module, process_group=group)
+    for _ in range(3):
+        model(torch.ones(1, 1)).sum().backward()
+        model.zero_grad(set_to_none=not keeps_gradients)
+    module[1].forward = lambda x: x
+    with pytest.raises(GradientError, match=r"gave no gradient to '1\.weight' on this rank"):
+        model(torch.ones(1, 1)).sum().backward()
+
+
+@pytest.mark.parametrize("finds_output", [True, False])
+@on_ranks(2)
+def test_gradients_that_come_before_that_of_the_output_are_averaged(group, finds_output):
+    class Output:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+    class TwoUses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.early, self.late = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+
+        def forward(self, x):
+            output = self.late(x)
+            return output if finds_output else Output(output)
+
+    module = TwoUses()
+    model = DistributedDataParallel(module, process_group=group)
+    x = torch.full((1, 1), group.rank() + 1.0)
+    for _ in range(2):
+        model.zero_grad()
+        output = model(x)
+        # Autograd visits what was computed last first.
+        loss = (output if finds_output else output.tensor).sum() + module.early(x).sum()
+        loss.backward()
+        assert [each.grad.item() for each in module.parameters()] == [1.5, 1.5]
 
 
 @pytest.mark.parametrize("change", ["hook", "static_graph"])

@@ -53,9 +53,10 @@ class BucketExchange:
         """Forget the last backward. ``times`` receives those of the next one, which may run in a ``join()``."""
         self._works, self._times, self._joining = [], times, joining
 
-    def start_full(self, bucket: Bucket) -> None:
-        """Start the all-reduces of full buckets, in order; ``bucket`` has become full."""
-        self._times[bucket.index].ready = perf_counter()
+    def start_full(self, full: Iterable[Bucket]) -> None:
+        """Start the all-reduces of full buckets, in order; those of ``full`` have become so."""
+        for bucket in full:
+            self._times[bucket.index].ready = perf_counter()
         if self._overlaps or self.hook is not None:
             buckets = self._bucket_set.buckets
             # `start_rest` starts the last one: nothing is computed after it, so no background thread needs to drive it.
@@ -78,7 +79,7 @@ class BucketExchange:
             self._reduction = ReduceOp.AVG if self._joining is None else self._joining.reduction()
             self._verification.once()
         bucket = self._bucket_set.buckets[len(self._works)]
-        flat = torch.empty(0) if self._bucket_set.is_alone else self._bucket_set.flat(bucket)
+        flat = self._bucket_set.flags() if self._bucket_set.is_alone else self._bucket_set.flat(bucket)
         if not self._bucket_set.is_alone and (bucket.pending or self._bucket_set.is_special):
             arrived = self._record.arrived
             for member in bucket.members:

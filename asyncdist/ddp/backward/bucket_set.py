@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
@@ -15,7 +15,10 @@ from asyncdist.ddp.backward.faults import Fault, Faults
 from asyncdist.errors import SharedMemoryError
 from asyncdist.kernel import empty, torch_private
 
-_kind_of: Callable[[torch.Tensor], tuple[torch.dtype, torch.device]] = attrgetter("dtype", "device")
+_dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
+_is_cpu: Callable[[torch.Tensor], bool] = attrgetter("is_cpu")
+_device_of: Callable[[torch.Tensor], torch.device] = attrgetter("device")
+_layout_of_gradient: Callable[[torch.Tensor], torch.layout] = attrgetter("grad.layout")
 
 LINE_NBYTES = 64
 """Alignment of gradients: a matrix product that is written across cache lines takes half as long again."""
@@ -63,7 +66,7 @@ class Bucket:
     """Gradients of one dtype and device that are averaged together, as views of one flat tensor.
 
     The ``members`` are numbers of ``parameters``. Gradients begin at multiples of ``alignment`` bytes; 1 leaves no gaps.
-    `flags` elements follow them.
+    ``flags`` elements follow them.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Bucket:
         self._count = self._end + -(-flags // line) * line
         # Those of now: a parameter that is resized later must not get the memory of the next one.
         self._forms = [_form_of(parameters[member]) for member in members]
+        self.shapes = {member: shape for member, (shape, _) in zip(members, self._forms, strict=True)}
 
     def allocate(self, parameters: Sequence[torch.Tensor], *, shared: bool) -> None:
         """Allocate the memory; called late, so that buckets of an earlier layout are freed first.
@@ -110,12 +114,6 @@ class Bucket:
         self.flat = None
         self.views.clear()
 
-    @property
-    def flags(self) -> torch.Tensor:
-        """The elements after the gradients. The memory must be allocated."""
-        assert self.flat is not None
-        return self.flags_of(self.flat)
-
     def flags_of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the elements after the gradients of a tensor like `flat`."""
         return flat[self._end : self._end + self._flags]
@@ -128,6 +126,15 @@ class Bucket:
     def gradients_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradients, in the order of `members`, as views of a tensor like `flat`."""
         return [_view_of(flat, *at) for at in zip(self._offsets, self._forms, strict=True)]
+
+
+def are_dense(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether all parameters have gradients that could be averaged."""
+    try:
+        return set(map(_layout_of_gradient, parameters)) <= {torch.strided}
+    # None has no layout.
+    except AttributeError:
+        return False
 
 
 def _form_of(parameter: torch.Tensor) -> tuple[torch.Size, tuple[int, ...] | None]:
@@ -179,7 +186,7 @@ class BucketSet:
     def assign(self, order: Sequence[int] | None = None) -> None:
         """Assign the parameters to new buckets, in the order in which gradients are expected; None keeps the order."""
         self._order = self._order if order is None else order
-        self._kinds = list(map(_kind_of, self._parameters))
+        self._kinds = self._kinds_now()
         self.allows_unused = self._options.allows_unused
         self.is_special = self._options.static_graph or bool(self.skipped)
         sent = [index for index in self._order if index not in self.skipped]
@@ -188,10 +195,9 @@ class BucketSet:
             *self._layout([index for index in sent if index in self._delayed], [1 << 62]),
         ]
         # A hook sees no gaps, and the flags of a device's gradients would be read from the device in each step.
-        self.flags_apart = (
-            self.has_hook or self.is_alone or not layout or not all(each.is_cpu for each in self._parameters)
-        )
+        self.flags_apart = self.has_hook or not layout or not all(map(_is_cpu, self._parameters))
         self.flags_count = 1 + (len(self._parameters) if self.allows_unused else 0)
+        self._flags_alone = torch.zeros(self.flags_count, dtype=torch.float32, device="cpu")
         last = 0 if self.flags_apart else self.flags_count
         alignment = 1 if self.has_hook else LINE_NBYTES
         self.buckets = [
@@ -202,15 +208,22 @@ class BucketSet:
         self.large = {index for index, each in enumerate(self._parameters) if each.nbytes >= _LARGE_NBYTES}
 
     def _layout(self, order: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
-        nbytes, kinds = [self._parameters[index].nbytes for index in order], [self._kinds[index] for index in order]
+        dtypes, devices = self._kinds
+        nbytes = [self._parameters[index].nbytes for index in order]
+        kinds = [(dtypes[index], devices[index] if devices else None) for index in order]
         layout = buckets.assign(nbytes, kinds, range(len(order)), limits)
         return [[order[position] for position in members] for members in layout]
 
-    def follow_casts(self) -> None:
-        """Assign buckets again if parameters have been cast or moved: gradients must not be converted in between."""
+    def are_cast(self) -> bool:
+        """Return whether parameters have been cast or moved, and need other buckets."""
         # Gradients that stay where they are need no bucket.
-        if not self.is_alone and self._kinds != list(map(_kind_of, self._parameters)):
-            self.assign()
+        return not self.is_alone and self._kinds != self._kinds_now()
+
+    def _kinds_now(self) -> tuple[list[torch.dtype], list[torch.device]]:
+        """Return the dtypes and the devices of the parameters; no devices if all are the host, which torch tells sooner."""
+        parameters = self._parameters
+        devices = [] if all(map(_is_cpu, parameters)) else list(map(_device_of, parameters))
+        return list(map(_dtype_of, parameters)), devices
 
     def flat(self, bucket: Bucket) -> torch.Tensor:
         """Return the memory of a bucket, which the first call allocates."""
@@ -227,32 +240,36 @@ class BucketSet:
         return bucket.views[index]
 
     def flags(self) -> torch.Tensor:
-        """Return the flags after the gradients of the last bucket."""
-        self.flat(self.buckets[-1])
-        return self.buckets[-1].flags
+        """Return the flags, which follow the gradients of the last bucket if other ranks get it."""
+        last = self.buckets[-1]
+        return self._flags_alone if self.is_alone else last.flags_of(self.flat(last))
 
     def fill(self, bucket: Bucket, faults: Faults) -> None:
         """Copy the gradients that have arrived since the last call into ``bucket``, all at once."""
-        if not bucket.unfilled or (self.is_alone and self._are_dense(bucket.unfilled)):
+        if not bucket.unfilled or (self.is_alone and are_dense([self._parameters[index] for index in bucket.unfilled])):
             bucket.unfilled.clear()
             return
         if not self.is_alone:
             self.flat(bucket)
         gradients, views = [], []
+        parameters, view_of, shapes, strided = self._parameters, bucket.views.get, bucket.shapes, torch.strided
+        as_view = self._options.gradient_as_bucket_view
         for index in bucket.unfilled:
-            parameter, view = self._parameters[index], bucket.views.get(index)
+            parameter, view = parameters[index], view_of(index)
             gradient = parameter.grad
-            if gradient is None or gradient.layout is not torch.strided:
+            if gradient is None or gradient.layout is not strided:
                 faults.add(index, Fault.cleared if gradient is None else Fault.sparse)
                 if view is not None:
                     view.zero_()
-            elif view is not None and gradient.shape != view.shape:
+            elif view is None or gradient is view:
+                continue
+            elif gradient.shape != shapes[index]:
                 faults.add(index, Fault.resized)
                 view.zero_()
-            elif not (view is None or gradient is view or gradient.data_ptr() == view.data_ptr()):
+            elif gradient.data_ptr() != view.data_ptr():
                 gradients.append(gradient)
                 views.append(view)
-                if self._options.gradient_as_bucket_view:
+                if as_view:
                     parameter.grad = view
         bucket.unfilled.clear()
         if len(gradients) == 1:
@@ -260,15 +277,6 @@ class BucketSet:
         elif gradients:
             with torch.no_grad():
                 torch_private.foreach_copy(views, gradients)
-
-    def _are_dense(self, members: Sequence[int]) -> bool:
-        """Return whether all parameters have gradients that could be averaged."""
-        parameters, strided = self._parameters, torch.strided
-        for member in members:
-            gradient = parameters[member].grad
-            if gradient is None or gradient.layout is not strided:
-                return False
-        return True
 
     def fill_unused(self, index: int) -> None:
         """Put what a parameter without a new gradient has accumulated, or zeros, into its bucket."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable
 
 import torch
 
@@ -45,19 +45,25 @@ class GradientRecord:
             bucket.pending = len(members) if expected is None else sum(member in expected for member in members)
             bucket.unfilled.clear()
 
-    def add(self, index: int) -> Bucket | None:
-        """Count a gradient of a parameter, and return its bucket if that is full now."""
-        if index not in self.seen and not self._bucket_set.is_special:
-            self.seen[index] = 1
-        elif not self._is_complete(index):
-            return None
-        bucket = self._bucket_set.bucket_of[index]
-        bucket.pending -= 1
-        bucket.unfilled.append(index)
-        # A large gradient is copied while it is in the cache, small ones together.
-        if not bucket.pending or index in self._bucket_set.large:
-            self._bucket_set.fill(bucket, self.faults)
-        return None if bucket.pending else bucket
+    def add(self, arrived: Iterable[int]) -> list[Bucket]:
+        """Count the gradients of parameters, and return the buckets that have become full."""
+        bucket_set, seen = self._bucket_set, self.seen
+        bucket_of, large, is_special = bucket_set.bucket_of, bucket_set.large, bucket_set.is_special
+        full: list[Bucket] = []
+        for index in arrived:
+            if index not in seen and not is_special:
+                seen[index] = 1
+            elif not self._is_complete(index):
+                continue
+            bucket = bucket_of[index]
+            bucket.pending -= 1
+            bucket.unfilled.append(index)
+            if not bucket.pending:
+                full.append(bucket)
+            # A large gradient is copied while it is in the cache, small ones together.
+            if not bucket.pending or index in large:
+                bucket_set.fill(bucket, self.faults)
+        return full
 
     def _is_complete(self, index: int) -> bool:
         """Count a gradient of a static graph, of a skipped parameter, or after the first one; return if it is the last."""
@@ -73,19 +79,6 @@ class GradientRecord:
             self._filled.add(index)
             return True
         return False
-
-    def add_all(self, arrived: Sequence[int]) -> bool:
-        """Count the gradients of a whole backward at once; return False if they must be counted one by one."""
-        counts = dict.fromkeys(arrived, 1)
-        if len(counts) < len(arrived) or self.seen:
-            return False
-        self.seen, is_complete = counts, len(counts) == self._parameter_count
-        for bucket in self._bucket_set.buckets:
-            bucket.unfilled = (
-                [*bucket.members] if is_complete else [member for member in bucket.members if member in counts]
-            )
-            bucket.pending -= len(bucket.unfilled)
-        return True
 
     def end(self) -> list[Bucket]:
         """Look for faults after a backward, and copy what is left; return the buckets that became full by this.
