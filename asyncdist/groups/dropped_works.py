@@ -99,8 +99,8 @@ class DebugGroup(Group):
     def _run(
         self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions, work: bool = True
     ) -> Work:
-        # A persistent collective comes here without `_call`.
-        return self._tracked(super()._run(name, plan, tensors, result, options, work), name, options)
+        # A persistent collective comes here without `_call`. Each of its calls has a work of its own.
+        return self._tracked(super()._run(name, plan, tensors, result, options), name, options)
 
     def _run_plan(
         self, name: str, make: PlanOf, arguments: tuple[Any, ...], options: CallOptions, tag: int | None = None

@@ -41,7 +41,7 @@ from asyncdist.kernel.memory.buffers import Scratch
 from asyncdist.kernel.memory.registered import T, register
 from asyncdist.kernel.memory.torch_compile import excluded_from_compile
 from asyncdist.kernel.memory.user_modes import leave_user_modes
-from asyncdist.kernel.torch_private import is_profiler_enabled
+from asyncdist.kernel.torch_private import increment_version, is_profiler_enabled
 from asyncdist.kernel.tracing.hooks import GroupHooks, Hook, HookFunction
 from asyncdist.kernel.tracing.recorder import Entry
 from asyncdist.kernel.transport import registry
@@ -318,7 +318,11 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
             if call is not None:
                 rest = endpoint.progress.attempt(call, number, tensors, channel, wait, plan.polls, not background)
                 if rest is None:
-                    finish_call(value, outputs, writes)
+                    if outputs:
+                        finish_call(value, outputs, writes)
+                    # As `finish_call` does.
+                    elif writes:
+                        increment_version(value if type(value) is list else (value,))
                     if entry is None:
                         self._record((self.name, name, number, plan.fingerprint, plan.nbytes, issued, perf_counter()))
                     elif entry.finish():

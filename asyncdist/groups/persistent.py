@@ -20,7 +20,7 @@ from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.kernel.collectives.call_plan import CallPlan, Prepare, Result, cache_key, converted
 from asyncdist.kernel.collectives.collective_ops import CallOptions, CollectiveOps
 from asyncdist.kernel.collectives.data_movement import meeting
-from asyncdist.kernel.engine.work import Work, joined
+from asyncdist.kernel.engine.work import DONE, Work, again, joined
 from asyncdist.kernel.memory.torch_compile import excluded_from_compile
 from asyncdist.kernel.memory.user_modes import leave_user_modes
 from asyncdist.kernel.torch_private import count_dispatch_modes, forward_ad_level, innermost_transform
@@ -67,11 +67,13 @@ class PersistentCollective(ProcessBound, Generic[T]):
         self._plan = plan.kept(owner.context.native, self._aliases) if self._is_contiguous else plan
         self._forms = None if self._is_contiguous else cache_key((), values, contiguous=True)
         self._memory = [
-            (tensor, storage := tensor.untyped_storage(), tensor.data_ptr(), storage.nbytes())
+            (tensor.data_ptr, tensor.data_ptr(), (nbytes := tensor.untyped_storage().nbytes), nbytes())
             for tensor in (_listed(self._tensors) if self._is_contiguous else ())
         ]
-        """Each tensor that the call uses as it is, with its memory."""
-        self._pending: Work[T] | None = None
+        """What tells where each tensor is that the call uses as it is, and how large its storage is, with what it told."""
+        self._pending: Work[T] = DONE
+        self._completed: Work[T] | None = None
+        """The work of a call that was complete when it returned, which is that of all such calls."""
 
     def __repr__(self) -> str:
         return f"<PersistentCollective {self.op} of group {self._owner.name!r}>"
@@ -86,13 +88,20 @@ class PersistentCollective(ProcessBound, Generic[T]):
             UsageError: The call before has not completed, `free` was called, or a tensor has other memory than before.
             NotInitializedError: The group was destroyed, or its members have regrouped.
         """
-        return self._begin({} if timeout is None else {"timeout": timeout}, True)
+        before = self._completed
+        work = self._begin({} if timeout is None else {"timeout": timeout}, before is None)
+        if before is not None and work is DONE:
+            return again(before)
+        # Works that do more are those of one call.
+        if type(work) is Work and work.is_success():
+            self._completed = work
+        return work
 
     def run(self, *, timeout: Timeout = None) -> T:
         """Start the collective, block until it is complete, and return its value. Raises what `start` and its work do."""
         options = _BLOCKING if timeout is None else CallOptions(background=False, timeout=timeout)
         work = self._begin(options, False)
-        return self._value if work.is_success() else work.result()
+        return self._value if work is DONE else work.result()
 
     def _begin(self, options: CallOptions, wants_work: bool) -> Work[T]:
         # Looked up here too, because `leave_user_modes` would cost each call a Python frame.
@@ -101,7 +110,7 @@ class PersistentCollective(ProcessBound, Generic[T]):
         try:
             if self._tensors is None:
                 raise UsageError("this persistent collective was freed: prepare another one")
-            if self._pending is not None and not self._pending.is_completed():
+            if self._pending is not DONE and not self._pending.is_completed():
                 raise UsageError("the call before has not completed: wait for its work before you start another")
             values, result = self._aliases, self._result
             if not self._is_contiguous:
@@ -109,9 +118,9 @@ class PersistentCollective(ProcessBound, Generic[T]):
                 result = (self._value, outputs, self._writes)
                 if cache_key((), values, contiguous=True) != self._forms:
                     raise UsageError(_CHANGED)
-            for tensor, storage, address, nbytes in self._memory:
+            for address_now, address, nbytes_now, nbytes in self._memory:
                 # A storage may become smaller where it is.
-                if tensor.data_ptr() != address or storage.nbytes() != nbytes:
+                if address_now() != address or nbytes_now() != nbytes:
                     raise UsageError(_CHANGED)
             work = self._pending = self._owner._run(self.op, self._plan, values, result, options, wants_work)
         except UsageError as error:
@@ -124,7 +133,8 @@ class PersistentCollective(ProcessBound, Generic[T]):
 
     def free(self) -> None:
         """Let go of the tensors. A call that has started goes on. Idempotent; does not communicate."""
-        self._tensors = self._value = self._pending = None
+        self._tensors = self._value = self._completed = None
+        self._pending = DONE
         self._aliases, self._memory = (), []
         self._result = (None, (), False)
 

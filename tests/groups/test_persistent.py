@@ -131,6 +131,18 @@ async def test_awaited_api():
             assert [tensor.item() for tensor in tensors] == [step, step]
 
 
+async def test_works_of_calls_that_are_complete_at_once_are_as_others():
+    async with world_of(1, transport="inproc") as (group,):
+        tensor, seen = torch.ones(2), []
+        call = await group.all_reduce_init(tensor)
+        works = [call.start() for _ in range(3)]
+        for work in works:
+            work.add_done_callback(seen.append)
+        assert [await work for work in works] + [work.result() for work in works] == [tensor] * 6
+        assert (await start_all([call]), seen) == ([tensor], works)
+        assert await asyncio.wait_for(call.start(), 10) is tensor
+
+
 def test_blocking_api_translates_global_ranks():
     def program(group):
         part = group.new_group([1, 2])

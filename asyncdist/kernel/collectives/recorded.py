@@ -25,7 +25,14 @@ from asyncdist.kernel.memory.buffers import (
     overlapping_inputs,
     view_at,
 )
-from asyncdist.kernel.memory.reduce_kernels import MOST_ARRAY_NBYTES, Arithmetic, Fold, divide, on_arrays
+from asyncdist.kernel.memory.reduce_kernels import (
+    COPIED_ARRAY_NBYTES,
+    MOST_ARRAY_NBYTES,
+    Arithmetic,
+    Fold,
+    divide,
+    on_arrays,
+)
 
 _address_of = torch.Tensor.data_ptr
 _KEPT_NBYTES = 1 << 20
@@ -81,9 +88,9 @@ class _ArrayFold:
     def __init__(self, action: Combine, combine: Any, dtype: Any) -> None:
         self.place, self.other, self._swapped = action
         self._combine, self._dtype = combine, dtype
-        # numpy takes four times as long to change one element in place.
-        total: Any = np.empty(self.place.count, dtype)
-        self._total, self._result = total, memoryview(total).cast("B")
+        # numpy takes four times as long to change one element in place; to copy many takes longer.
+        total: Any = None if self.place.nbytes > COPIED_ARRAY_NBYTES else np.empty(self.place.count, dtype)
+        self._total, self._result = total, None if total is None else memoryview(total).cast("B")
         self._views: tuple[memoryview | None, memoryview | None] = None, None
 
     def run(self) -> None:
@@ -91,10 +98,12 @@ class _ArrayFold:
         before, other_before = self._views
         if place is not before or other is not other_before:
             self._views = place, other
-            operands = [np.frombuffer(view, self._dtype) for view in (place, other)]
-            self._run = partial(self._combine, *(reversed(operands) if self._swapped else operands), self._total)
+            own, theirs = [np.frombuffer(view, self._dtype) for view in (place, other)]
+            total = own if self._total is None else self._total
+            self._run = partial(self._combine, *((theirs, own) if self._swapped else (own, theirs)), total)
         self._run()
-        place[:] = self._result
+        if self._result is not None:
+            place[:] = self._result
 
 
 Recording = Iterable[Step | Wait | LocalCopy | LocalDivision]

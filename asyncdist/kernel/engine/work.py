@@ -441,6 +441,12 @@ def completed(value: Any = None, progress: Progress | None = None) -> Work:
     return work
 
 
+def again(work: Work) -> Work:
+    """Return a completed work for another call with the same value, which takes a quarter of the time of a new one."""
+    work._was_seen = False
+    return work
+
+
 DONE: Work[Any] = completed()
 """The work of any call that is complete and whose caller needs no value."""
 

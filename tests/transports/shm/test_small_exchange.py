@@ -136,7 +136,7 @@ def test_conjugate_views_gradients_and_factors_are_not_confused():
     assert run_ranks(2, program, transport="shm") == [expected] * 2
 
 
-@pytest.mark.parametrize("count", [1, 300])
+@pytest.mark.parametrize("count", [1, 300, 4000])
 def test_sums_follow_ieee_whatever_numpy_does_after_an_overflow(count):
     def program(group):
         largest = torch.full((count,), torch.finfo(torch.float32).max)

@@ -8,6 +8,7 @@ the code of `SlotTable`'s methods inline.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -99,19 +100,18 @@ class SmallExchange:
     def begin(self, number: int, *tensors: Any) -> Schedule | None:
         """Begin the group's n-th collective on contiguous tensors; see `PreparedCall`."""
         if self._bind is None:
-            return self._exchange(number, tensors, tensors, tensors)
+            return self._exchange(tensors, tensors, number, *tensors)
         address = tensors[0].data_ptr()
         source, target = self._bound_to(address) or self._bound.add(address, self._bind(tensors[0]))
-        return self._exchange(number, tensors, source, target)
+        return self._exchange(source, target, number, *tensors)
 
     def kept(self, *tensors: Any) -> PreparedCall:
         """Return `begin` for calls with these tensors alone, whose memory stays where it is."""
         if self._bind is None:
             return self.begin
-        exchange, (source, target) = self._exchange, self._bind(tensors[0])
-        return lambda number, *tensors: exchange(number, tensors, source, target)
+        return functools.partial(self._exchange, *self._bind(tensors[0]))
 
-    def _exchange(self, number: int, tensors: tuple[Any, ...], source: Any, target: Any) -> Schedule | None:
+    def _exchange(self, source: Any, target: Any, number: int, *tensors: Any) -> Schedule | None:
         slots, call = self._slots, self._call
         words, others, fence = slots.words, slots.others, slots.fence
         slot = number % SLOTS
@@ -171,7 +171,7 @@ class SmallExchange:
     def _enter(self, number: int, tensors: tuple[Any, ...], source: Any, target: Any) -> Schedule:
         """Begin when the slot is free."""
         yield from self._slots.enter(number)
-        yield from self._exchange(number, tensors, source, target) or ()
+        yield from self._exchange(source, target, number, *tensors) or ()
 
     def _wait(self, number: int, tensors: tuple[Any, ...], target: Any, read: Move) -> Schedule:
         """Wait for the sources, and complete the call. The schedule keeps the tensors."""
