@@ -70,7 +70,7 @@ class PersistentCollective(ProcessBound, Generic[T]):
             (tensor.data_ptr, tensor.data_ptr(), (nbytes := tensor.untyped_storage().nbytes), nbytes())
             for tensor in (_listed(self._tensors) if self._is_contiguous else ())
         ]
-        """For each tensor that the call uses as it is: its address and its storage's bytes, each with the function that tells it."""
+        """For each tensor that the call uses as it is: its address and its bytes, each with the function that tells it."""
         self._pending: Work[T] = DONE
         self._completed: Work[T] | None = None
         """The work of a call that was complete when it returned, which is that of all such calls."""
