@@ -247,6 +247,14 @@ async def test_last_bytes_of_a_rank_that_leaves_arrive():
         await leaving
 
 
+async def test_rank_leaves_while_it_connects():
+    async with world_of(2, transport="tcp", config=config()) as groups:
+        groups[0].endpoint.progress.submit(lambda: groups[0].endpoint.link(1).open())
+        (tcp,) = groups[0].endpoint.transport_selector.transports
+        assert [connection.established for connection in tcp.connections.values()] == [False]
+        groups[0].world.leave()
+
+
 async def test_loop_goes_on_while_a_rank_leaves_a_peer_that_does_not_read(monkeypatch):
     async with world_of(2, transport="tcp", config=config(aside_nbytes=1 << 16)) as groups:
         await all_reduce(groups, 4)

@@ -285,7 +285,8 @@ class Outbound:
             if self._lender.stop():
                 self.writer.complete_sent()
             whole = self.established and not any(message.sent for message in self.queue)
-            discard_arrived(self._sock)
+            if self.established:
+                discard_arrived(self._sock)
             close_socket(self._sock, self._host, self.peer if say_goodbye and whole else None)
 
 
