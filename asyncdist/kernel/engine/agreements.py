@@ -166,7 +166,13 @@ class Agreements:
         key = pack_key(channel.number, number, 0)[:12]
         running = self._running.get(key)
         if running is None:
-            agreement = Agreement(self._rank, channel.members, settles_disputes=number == REGROUP, degree=DEGREE)
+            agreement = Agreement(
+                self._rank,
+                channel.members,
+                settles_disputes=number == REGROUP,
+                degree=DEGREE,
+                has_ended=self._host.has_ended,
+            )
             running = self._running[key] = _Running(key, agreement, Courier(agreement), channel)
             for peer in self._lost_peers:
                 self._report_loss(running, peer)

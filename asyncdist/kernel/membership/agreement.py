@@ -42,7 +42,7 @@ lost too.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -62,6 +62,7 @@ class Agreement:
         members: The ranks of all members, in the same order on each of them.
         settles_disputes: Whether of two members that hold each other lost only one goes on. Equal on all members.
         degree: The most members that exchange messages without relays. Equal on all members.
+        has_ended: Says whether the process of a member is seen to have ended.
 
     Attributes:
         place: The position of this member among the members.
@@ -71,9 +72,15 @@ class Agreement:
     """
 
     def __init__(
-        self, member: int, members: Sequence[int], *, settles_disputes: bool = False, degree: int = DEGREE
+        self,
+        member: int,
+        members: Sequence[int],
+        *,
+        settles_disputes: bool = False,
+        degree: int = DEGREE,
+        has_ended: Callable[[int], bool] = lambda member: False,
     ) -> None:
-        self.member, self.members, self.degree = member, members, degree
+        self.member, self.members, self.degree, self._has_ended = member, members, degree, has_ended
         self.is_large = len(members) > degree
         self.decision: Decision | None = None
         self.has_quit = False
@@ -304,10 +311,18 @@ class Agreement:
         if self._electorate is None and len(self._promises) >= present:
             electorate = set(self._present())
             if electorate <= self._promises.keys() and self.has_quorum:
+                self._lose_ended(electorate)
                 self._propose(electorate)
         if self._electorate is not None and len(self._acceptors) >= present and self._electorate <= self._acceptors:
             assert self._accepted is not None
             self._decide(self._accepted[1])
+
+    def _lose_ended(self, present: set[int]) -> None:
+        """Remove members from ``present`` that others hold lost rightly: in a dispute the other one might be left out."""
+        accused = {member for promise in self._promises.values() for member in promise.lost}
+        ended = {member for member in accused & present if self._has_ended(member)}
+        self._adopt({each: MemberEnd(f"rank {self.member} saw that its process has ended") for each in ended})
+        present -= ended
 
     def _propose(self, present: set[int]) -> None:
         ballot = self._promised

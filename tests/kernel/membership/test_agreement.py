@@ -430,6 +430,18 @@ def test_members_that_hold_each_other_lost_are_left_out_until_all_others_reach_o
         assert decision.excluded == {schedule.members[2]: "partition", schedule.members[6]: "partition"}
 
 
+@pytest.mark.parametrize(("ended", "excluded"), [({1}, 1), (set(), 2)], ids=["a dead one", "two living ones"])
+def test_member_that_holds_a_dead_one_lost_goes_on(ended, excluded):
+    """Member 1 has died after its promise, which the coordinator has not noticed yet. It looks before it leaves one out."""
+    first = Agreement(0, range(3), settles_disputes=True, has_ended=ended.__contains__)
+    first.vote(b"vote")
+    first.receive(1, AgreementMessage(AgreementKind.PROMISE, (0, 0), b"vote"))
+    first.receive(2, AgreementMessage(AgreementKind.PROMISE, (0, 0), b"vote", lost={1: "its connection has ended"}))
+    (_, proposal), *_ = first.take_outbox()
+    assert proposal.decision.votes.keys() == {0, 1, 2} - {excluded}
+    assert proposal.decision.excluded.keys() == {excluded}
+
+
 def test_one_member_that_two_others_dispute_is_excluded_and_learns_why():
     """The coordinator holds the last member lost; the member in between reaches both, and tells the last one."""
     for seed in range(100):
