@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from time import monotonic
 
+from asyncdist.base.backoff import Backoff
+from asyncdist.base.deadline import Deadline
 from asyncdist.errors import ExcludedError, GroupAbortedError, GroupError, NoQuorumError, OperationTimeoutError
 from asyncdist.kernel.engine.executor import EngineHost
 from asyncdist.kernel.engine.group_failures import GroupFailures
@@ -39,6 +41,8 @@ _ACCUSED_GRACE = 0.03
 """Seconds for which a member that others have lost, and that this rank does not hear, may still answer."""
 _FOLLOWERS_GRACE = 0.5
 """Seconds by which a member waits longer than its coordinator, whose reason to give up is the better one."""
+_EXIT_TIME, _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1e-3, 4e-3
+"""Seconds for which a process that ends may still be seen after its connections have ended, and between two looks."""
 _HOLD = 3e-3
 """Seconds for which a relay waits for more messages to pass on together, while this rank is driven."""
 _MAX_KEPT = 4096
@@ -171,7 +175,7 @@ class Agreements:
                 channel.members,
                 settles_disputes=number == REGROUP,
                 degree=DEGREE,
-                has_ended=self._host.has_ended,
+                ended_of=self._ended_of,
             )
             running = self._running[key] = _Running(key, agreement, Courier(agreement), channel)
             for peer in self._lost_peers:
@@ -182,6 +186,15 @@ class Agreements:
                 self._receive(running, peer, body)
             self._drop_oldest()
         return running
+
+    def _ended_of(self, members: Collection[int]) -> set[int]:
+        """Return those of the members whose processes have ended. One that ends closes its connections a moment before."""
+        ended = set[int]()
+        for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, Deadline.after(_EXIT_TIME)):
+            ended = {member for member in members if self._host.has_ended(member)}
+            if len(ended) == len(members):
+                break
+        return ended
 
     def _drop_oldest(self) -> None:
         for table in (self._early, self._left):

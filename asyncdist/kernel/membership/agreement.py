@@ -62,7 +62,7 @@ class Agreement:
         members: The ranks of all members, in the same order on each of them.
         settles_disputes: Whether of two members that hold each other lost only one goes on. Equal on all members.
         degree: The most members that exchange messages without relays. Equal on all members.
-        has_ended: Says whether the process of a member is seen to have ended.
+        ended_of: Returns those of some members whose processes are seen to have ended.
 
     Attributes:
         place: The position of this member among the members.
@@ -78,9 +78,9 @@ class Agreement:
         *,
         settles_disputes: bool = False,
         degree: int = DEGREE,
-        has_ended: Callable[[int], bool] = lambda member: False,
+        ended_of: Callable[[Collection[int]], Collection[int]] = lambda members: (),
     ) -> None:
-        self.member, self.members, self.degree, self._has_ended = member, members, degree, has_ended
+        self.member, self.members, self.degree, self._ended_of = member, members, degree, ended_of
         self.is_large = len(members) > degree
         self.decision: Decision | None = None
         self.has_quit = False
@@ -319,8 +319,8 @@ class Agreement:
 
     def _lose_ended(self, present: set[int]) -> None:
         """Remove members from ``present`` that others hold lost rightly: in a dispute the other one might be left out."""
-        accused = {member for promise in self._promises.values() for member in promise.lost}
-        ended = {member for member in accused & present if self._has_ended(member)}
+        accused = present & {member for promise in self._promises.values() for member in promise.lost}
+        ended = set(self._ended_of(accused)) if accused else set()
         self._adopt({each: MemberEnd(f"rank {self.member} saw that its process has ended") for each in ended})
         present -= ended
 

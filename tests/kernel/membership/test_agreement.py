@@ -433,7 +433,7 @@ def test_members_that_hold_each_other_lost_are_left_out_until_all_others_reach_o
 @pytest.mark.parametrize(("ended", "excluded"), [({1}, 1), (set(), 2)], ids=["a dead one", "two living ones"])
 def test_member_that_holds_a_dead_one_lost_goes_on(ended, excluded):
     """Member 1 has died after its promise, which the coordinator has not noticed yet. It looks before it leaves one out."""
-    first = Agreement(0, range(3), settles_disputes=True, has_ended=ended.__contains__)
+    first = Agreement(0, range(3), settles_disputes=True, ended_of=ended.intersection)
     first.vote(b"vote")
     first.receive(1, AgreementMessage(AgreementKind.PROMISE, (0, 0), b"vote"))
     first.receive(2, AgreementMessage(AgreementKind.PROMISE, (0, 0), b"vote", lost={1: "its connection has ended"}))
