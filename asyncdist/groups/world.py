@@ -29,7 +29,8 @@ from asyncdist.groups.introductions import introduce, share_reached
 from asyncdist.groups.subgroups import NonMember
 from asyncdist.kernel.algorithms.selection import forced_by
 from asyncdist.kernel.collectives.arguments import checked_text, whole_number_of
-from asyncdist.kernel.engine.endpoint import Endpoint, last_words
+from asyncdist.kernel.engine.control_messages import last_words
+from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.kernel.tracing import dump_signal
 from asyncdist.kernel.tracing.metrics import serve_configured_metrics
 from asyncdist.kernel.tracing.stacks import watch_tasks

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import msgpack
 
+from asyncdist.base.backoff import Backoff, Sleep
+from asyncdist.base.deadline import Deadline
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, OperationTimeoutError, PeerLostError
 from asyncdist.kernel.engine.executor import EngineHost
 from asyncdist.kernel.transport.wire_format import ABORT, GOODBYE, pack_header, pack_key
@@ -18,6 +20,8 @@ MAX_CLOSING_FAILURES = 64
 """The number of failures in the closing frames of a rank."""
 _MOST_NOTIFIED = 64
 """The members of a group whose failure one rank tells to all others."""
+_LAST_WORDS, _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 1e-3, 8e-3
+"""Seconds for which a rank that leaves may wait until its notices and last bytes are sent, and between two looks."""
 _LONGEST_REASON = 1024
 """The characters of a reason that a message contains: a transport limits the bytes of all closing frames."""
 
@@ -90,3 +94,8 @@ def closing_frames(failures: Mapping[int, GroupError], rank: int, reason: str) -
         frames.append(pack_header(pack_key(number, 0, 0), 0, len(body), ABORT) + body)
     goodbye = reason[:_LONGEST_REASON].encode()
     return b"".join(frames) + pack_header(pack_key(0, 0, 0), 0, len(goodbye), GOODBYE) + goodbye
+
+
+def last_words(pause: Sleep | None = None) -> Backoff:
+    """Return the looks of a rank that leaves at whether its last bytes have been sent, which no event reports."""
+    return Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, Deadline.after(_LAST_WORDS), sleep=pause)

@@ -17,10 +17,7 @@ from time import monotonic
 from typing import Any
 
 from asyncdist.base import lifecycle
-from asyncdist.base.backoff import Backoff
-from asyncdist.base.backoff import Sleep as Pause
 from asyncdist.base.callables import Callback
-from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.timers import TimerTable
 from asyncdist.config import DEFAULT_LANES, Config
@@ -29,7 +26,7 @@ from asyncdist.kernel.algorithms.selection import Model
 from asyncdist.kernel.algorithms.sharing import Sharing
 from asyncdist.kernel.engine.agreements import Agreements
 from asyncdist.kernel.engine.call_checker import CollectiveChecker
-from asyncdist.kernel.engine.control_messages import ENDED
+from asyncdist.kernel.engine.control_messages import ENDED, last_words
 from asyncdist.kernel.engine.direct_calls import DirectCalls
 from asyncdist.kernel.engine.drivers.core_use import CoreUse
 from asyncdist.kernel.engine.executor import Executor
@@ -58,17 +55,10 @@ from asyncdist.kernel.transport.wire_format import ABORT, AGREE, CALLED, GOODBYE
 from asyncdist.net.detector import Liveness
 from asyncdist.net.process_identity import Neighbours
 
-_LAST_WORDS, _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 1e-3, 8e-3
-"""Seconds for which a rank that leaves may wait until its notices and last bytes are sent, and between two looks."""
 _MOST_PROBLEMS = 4
 """The number of connectivity problems that an error message lists."""
 _MANY_RECEIVES = 64
 """The number of pending receives from which on each call no longer asks whether nothing else is pending."""
-
-
-def last_words(pause: Pause | None = None) -> Backoff:
-    """Return the looks of a rank that leaves at whether its last bytes have been sent, which no event reports."""
-    return Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, Deadline.after(_LAST_WORDS), sleep=pause)
 
 
 class Endpoint:
@@ -194,10 +184,7 @@ class Endpoint:
 
         def begin() -> None:
             begun.append(True)
-            # A heartbeat of a peer that reads these bytes late would end the connection. So it is told over another one.
-            for peer in selector.undelivered() if not failures.failed else ():
-                if not any(transport.may_receive_from(peer) for transport in selector.transports):
-                    self.send_unordered(peer, GOODBYE, bytes(12), failures.goodbye.encode())
+            failures.warn_late_readers()
 
         self.progress.submit(begin)  # after the failures that other threads have submitted
 

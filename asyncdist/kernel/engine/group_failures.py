@@ -29,7 +29,7 @@ from asyncdist.kernel.engine.control_messages import (
 from asyncdist.kernel.engine.executor import EngineHost, Executor
 from asyncdist.kernel.engine.operation import Channel, local_failure
 from asyncdist.kernel.transport.base import Outgoing, Transport
-from asyncdist.kernel.transport.wire_format import ABORT, generation_of, is_earlier, name_of, pack_key
+from asyncdist.kernel.transport.wire_format import ABORT, GOODBYE, generation_of, is_earlier, name_of, pack_key
 from asyncdist.net.detector import Liveness
 
 log = logging.getLogger("asyncdist")
@@ -223,6 +223,15 @@ class GroupFailures:
     def closing_frames(self, peer: int) -> bytes:
         """Return the frames to write before a connection to a peer is closed: the failures of groups, then goodbye."""
         return closing_frames(self.failed, self._rank, EXCLUDES if peer in self.lost_peers else self.goodbye)
+
+    def warn_late_readers(self) -> None:
+        """Say goodbye to peers that have not read the last messages of this rank, which leaves, over other connections.
+
+        A heartbeat of such a peer would end the connection with the messages. Those of failed groups do not matter.
+        """
+        for peer in self._host.transport_selector.undelivered() if not self.failed else ():
+            if not any(transport.may_receive_from(peer) for transport in self._transports):
+                self._host.send_unordered(peer, GOODBYE, bytes(12), self.goodbye.encode())
 
     # -- peers ---------------------------------------------------------------------------------
 
