@@ -85,7 +85,7 @@ class Pages:
         return bytes(msgpack.packb([block, self._held[block]]))
 
     def add(self, page: bytes) -> None:
-        """Hold a page that another rank has returned. Raises ValueError if it is none."""
+        """Hold a page that another rank has returned. Raises ValueError for other bytes."""
         block, data = msgpack.unpackb(page)
         try:
             if len(unpacked(data)) != len(self._ranks_of(block)):

@@ -106,7 +106,7 @@ class Courier:
         while self._sizes[-1] < len(self._members):
             self._sizes.append(self._sizes[-1] * agreement.degree)
         self._held: dict[int, _Letters] = {}
-        """What is to be sent, by the position to which it goes next."""
+        """The letters to send, by the position to which they go next."""
         self._repeats = 0
 
     # -- messages ------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class AddressBook(Protocol):
         """Return the page that is nearest to a rank."""
 
     def add(self, page: bytes) -> None:
-        """Hold a page that another rank has returned. Raises ValueError if it is none."""
+        """Hold a page that another rank has returned. Raises ValueError for other bytes."""
 
     def ranks_near(self, rank: int) -> Iterable[int]:
         """Return ranks whose pages are held, of those nearest to a rank first."""
@@ -108,7 +108,7 @@ class AddressSearch:
             self._end(peer, "")
 
     def _ask_next(self, peer: int) -> None:
-        """Ask the next rank; end the search if there is none."""
+        """Ask the next rank; end the search after the last one."""
         sought, host = self._sought[peer], self._host
         for other in self._book.ranks_near(peer) if len(sought.asked) < _MOST_ASKED else ():
             if other not in sought.asked and other != host.rank and host.gone(other) is None:
