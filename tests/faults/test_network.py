@@ -241,8 +241,8 @@ async def test_delayed_process_reads_pending_bytes_before_declaring_peer_lost(le
 async def test_pending_messages_of_left_rank_are_kept(eventually):
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
         leaver, stayer = world.groups
-        # The stayer opens a connection, because it does not know the leaver's connection yet.
         world.proxies[1, 0].hold_after(PROOF)
+        world.endpoints[1].progress.post(lambda: world.endpoints[1].watch(0))
         room = torch.zeros(50_000)
         await asyncio.gather(stayer.recv(torch.zeros(1), 0), leaver.send(torch.ones(1), 1))
         await leaver.send(torch.ones(50_000), 1, tag=2)

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from time import monotonic
 from typing import Any
@@ -294,7 +294,12 @@ class Endpoint:
         said = (self.links[peer].connectivity_problem() for peer in peers if peer in self.links)
         return ", ".join(itertools.islice(filter(None, said), _MOST_PROBLEMS))
 
-    def query_peers(self, operation: Operation, peers: Iterable[int]) -> None:
+    def query_peers(self, operation: Operation, peers: Collection[int]) -> None:
+        channel = operation.channel
+        if channel.point_to_point:
+            for peer in set(channel.members) - {self.rank} if -1 in peers else peers:
+                self.watch(peer)
+            return
         body = operation.plan.fingerprint.to_bytes(8, "little")
         self.failures.notify(peers, CALLED, operation.key + bytes(4), body)
 

@@ -10,13 +10,13 @@ import itertools
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
 from asyncdist.base.callables import Callback
 from asyncdist.base.timers import TimerTable
 from asyncdist.config import Config
-from asyncdist.errors import GroupError, TransportUnavailableError
+from asyncdist.errors import GroupError
 from asyncdist.kernel.algorithms.schedule import Combine, Recv, Reduce, Schedule, Send
 from asyncdist.kernel.engine.operation import (
     AnyReceive,
@@ -95,7 +95,8 @@ class EngineHost(Protocol):
 
     def discard(self, prefix: bytes) -> None: ...
 
-    def query_peers(self, operation: Operation, peers: Iterable[int]) -> None: ...
+    def query_peers(self, operation: Operation, peers: Collection[int]) -> None:
+        """Tell the senders of missing messages which collective waits, over a connection whose end tells of theirs."""
 
     def probe_waits(self, operation: Operation) -> None: ...
 
@@ -351,10 +352,10 @@ class Executor:
             return
         if receive.done:
             return
-        known = None if peer in self._peers.lost_peers else self._peers.links.get(peer)
-        link = known or self._peers.link(peer)  # raises if the peer is lost
+        # A peer that is alive opens the connection: this rank does so if it waits for long (`Operation.due`).
+        if peer in self._peers.lost_peers or peer not in self._peers.links:
+            self._peers.link(peer)  # raises if the peer is lost
         task.transfers.append(receive)
-        link.open()
 
     def _post_any(self, task: Task, action: RecvAny) -> None:
         """Receive a message that has arrived already; else put the receive into `any_source`."""
@@ -373,9 +374,6 @@ class Executor:
             raise gone[-1]
         for peer in others:
             self._peers.inbox(peer).unblock()
-            if self._peers.gone(peer) is None:
-                with contextlib.suppress(TransportUnavailableError):  # the peer may be able to connect to this rank
-                    self._peers.link(peer).open()
         self.any_source.setdefault(task.key, deque()).append(receive)
         task.transfers.append(receive)
         task.outstanding += 1

@@ -102,7 +102,7 @@ class Channel:
 
 
 _QUERY_AFTER = 1.0
-"""Seconds after which an operation queries its peers; half its timeout if that is less."""
+"""Seconds after which an operation queries the peers that have sent it nothing; half its timeout if that is less."""
 _PROBE_BEFORE = 1.0
 """Seconds before its deadline at which an operation probes its peers; a quarter of its timeout if that is less."""
 _NUMBERS = 0xFFFFFFFF
@@ -135,7 +135,7 @@ class Operation:
         self.over = False
         self.issued = now = monotonic()
         self.deadline = now + timeout
-        self.due = self.probe_at if channel.point_to_point else now + min(_QUERY_AFTER, timeout / 2)
+        self.due = now + min(_QUERY_AFTER, timeout / 2)
         self.entry = entry
         self.parts = enumerate(plan.parts)
         self.tasks: list[Task] = []
