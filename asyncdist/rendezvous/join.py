@@ -40,6 +40,7 @@ from asyncdist.rendezvous.init_method import url_of
 from asyncdist.rendezvous.record_store import AddressRecord, AsyncStoreRecords, RecordStore
 from asyncdist.rendezvous.session import FIRST_NOTICE, RendezvousSession, TimeLimit
 from asyncdist.store.client.aio import AsyncStore
+from asyncdist.store.protocol.operations import Command, Op
 
 if TYPE_CHECKING:
     from asyncdist.store.server.server import StoreServer
@@ -330,7 +331,8 @@ async def _claim(world: WorldSpec, record: AddressRecord, client: AsyncStore, se
     keys, rank, process = session.keys, world.rank, _this_process()
     claimed = keys("joined", rank)
     try:
-        known, holder = await asyncio.gather(client.check([keys("size")]), client.compare_set(claimed, b"", process))
+        offer: Command[list[bytes]] = Command(Op.OFFER, (claimed, process, [claimed], [keys("size")]))
+        holder, known = await client.request(offer)
         if not known or (holder != process and await client.check([keys("left", rank)])):
             raise RetryLater("the world whose address was published there has ended")
         if record.world_size != world.world_size:

@@ -48,6 +48,7 @@ from asyncdist.errors import (
 from asyncdist.rendezvous.record_store import AddressRecord, RecordStore
 from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.prefix import AsyncPrefixStore
+from asyncdist.store.protocol.operations import Command, Op
 
 if TYPE_CHECKING:
     from asyncdist.store.server.server import StoreServer
@@ -173,20 +174,22 @@ class RendezvousSession:
         limit = self._limit if timeout is None else TimeLimit(timeout, Deadline.after(timeout))
         number, self._exchanges = self._exchanges, self._exchanges + 1
         self._pending_exchanges = [number, number + 1] if more else [number]
+        top, keys = self._top(number), [self.keys("note", name) for name in notes] if self._level else []
+        offer: Command[list[bytes]] = Command(
+            Op.OFFER, (self.keys("part0", number, self.rank), msgpack.packb(payload), top, keys)
+        )
         try:
-            values = await self._offer_and_wait(number, payload, summary, limit)
+            values = await self._offer_and_wait(number, offer, payload, summary, limit)
             self._pending_exchanges = [number + 1] if more else []
-            if _FAILED in values:
+            if _FAILED in values[: len(top)]:
                 raise self._error_in(await self._client.get(self.keys("failed", number)))
-            parts = list(map(msgpack.unpackb, values))
-            if self._level == 0:
-                made = summary.notes(0, parts) if notes else {}
-                found = {name: [made[name]] for name in notes}
-            else:
-                found = await self.notes(notes)
         except StoreConnectionError as error:
             raise self._host_lost() from error
-        return summary.merge(parts), found
+        parts = list(map(msgpack.unpackb, values[: len(top)]))
+        if self._level:
+            return summary.merge(parts), dict(zip(notes, map(_in_stream, values[len(top) :]), strict=True))
+        made = summary.notes(0, parts) if notes else {}
+        return summary.merge(parts), {name: [made[name]] for name in notes}
 
     async def notes(self, names: Sequence[str], timeout: float | None = None) -> dict[str, list[bytes]]:
         """Return notes of an exchange that is complete, by name, in a world of several blocks. Raises StoreError."""
@@ -237,10 +240,12 @@ class RendezvousSession:
             self.keys(f"part{self._level}", number, first) for first in range(0, self.world_size, BLOCK**self._level)
         ]
 
-    async def _offer_and_wait(self, number: int, payload: Any, summary: Summary, limit: TimeLimit) -> list[bytes]:
-        """Offer a payload; return the parts that all ranks read, once they are there."""
+    async def _offer_and_wait(
+        self, number: int, offer: Command[list[bytes]], payload: Any, summary: Summary, limit: TimeLimit
+    ) -> list[bytes]:
+        """Offer a payload; return the parts that all ranks read, once they are there, and the notes."""
+        result = self._client.request(offer, limit.deadline.remaining())
         climbing = asyncio.ensure_future(self._climb(number, payload, summary))
-        result = self._client.multi_get(self._top(number), timeout=limit.deadline.remaining())
         awaited: set[asyncio.Future[Any]] = {climbing, result}
         # Rank 0 alone speaks for all that have joined.
         pause = FIRST_NOTICE if self.rank == 0 else None
@@ -259,13 +264,12 @@ class RendezvousSession:
                     pause *= 2
             return await result
         except StoreTimeoutError:
-            return await self._give_up(number, limit)
+            return await self._give_up(number, offer, limit)
         finally:
             await cancel_all(result, climbing)
 
     async def _climb(self, number: int, payload: Any, summary: Summary) -> None:
-        """Offer a payload, combine those of this rank's blocks, and offer the part that comes of it."""
-        offering = self._offer(number, 0, payload)
+        """Combine the payloads of this rank's blocks, and offer the part that comes of it."""
         level, part, step = 0, payload, 1
         while level < self._level and self.rank % (step * BLOCK) == 0:
             members = range(self.rank + step, min(self.rank + step * BLOCK, self.world_size), step)
@@ -277,13 +281,9 @@ class RendezvousSession:
                 # Who reads a part of the highest level then finds the notes.
                 await asyncio.gather(*noting)
             level, part, step = level + 1, summary.merge(parts), step * BLOCK
-        await offering
         if level:
-            await self._offer(number, level, part)
-
-    def _offer(self, number: int, level: int, part: Any) -> asyncio.Future[bytes]:
-        # The exchange may have failed before.
-        return self._client.compare_set(self.keys(f"part{level}", number, self.rank), b"", msgpack.packb(part))
+            # The exchange may have failed before.
+            await self._client.compare_set(self.keys(f"part{level}", number, self.rank), b"", msgpack.packb(part))
 
     async def _missing(self, number: int) -> list[int]:
         """Return the ranks without a payload; without any, the ranks that have not combined the payloads of a block."""
@@ -303,7 +303,7 @@ class RendezvousSession:
         prefix = self.keys(f"part{level}", number, "")
         return {int(key.removeprefix(prefix)) for key in await self._client.list_keys(prefix)}
 
-    async def _give_up(self, number: int, limit: TimeLimit) -> list[bytes]:
+    async def _give_up(self, number: int, offer: Command[list[bytes]], limit: TimeLimit) -> list[bytes]:
         """Let the exchange fail with a timeout error, which every rank raises.
 
         Returns the parts that all ranks read: those of an exchange that has not failed if the last one arrived just now.
@@ -311,9 +311,9 @@ class RendezvousSession:
         # One rank speaks for those that run out of time together, unless it ends.
         if await self._client.add(self.keys("late", number), 1) > 1:
             with contextlib.suppress(StoreTimeoutError):
-                return await self._client.multi_get(self._top(number), timeout=_LAST_READ_TIMEOUT)
+                return await self._client.request(offer, _LAST_READ_TIMEOUT)
         await self._fail(number, missing=await self._missing(number), timeout=limit.timeout)
-        return await self._client.multi_get(self._top(number), timeout=_LAST_READ_TIMEOUT)
+        return await self._client.request(offer, _LAST_READ_TIMEOUT)
 
     async def refuse(self, reason: str) -> None:
         """Fail the exchange on all ranks, with a reason."""

@@ -12,8 +12,8 @@ from benchmarks.laboratory import Laboratory, hear_all
 from benchmarks.scale.cluster import Costs
 from benchmarks.scale.simulation import Shape, used_by_start
 
-CONNECTIONS, REQUESTS, READ_NBYTES = 64, 2000, 16 * (4 << 20)
-"""The connections and changes of the client of the measured store, and the bytes that it reads."""
+CONNECTIONS, REQUESTS, READ_NBYTES = 64, 2048, 16 * (4 << 20)
+"""The connections and requests of the client of the measured store, and the bytes that it reads."""
 _FEW, _MANY = 2, 32
 """The ranks of the worlds in which the processor time of a rank is measured."""
 _BARRIERS = 8
@@ -93,7 +93,7 @@ def _with_store(laboratory: Laboratory, costs: Costs) -> Costs:
     server = laboratory.start("serve")
     client = laboratory.start("ask", server.hear(), CONNECTIONS, REQUESTS)
     spent: list[tuple[float, float]] = []
-    for count in (CONNECTIONS, REQUESTS, READ_NBYTES):
+    for count in (CONNECTIONS, CONNECTIONS, REQUESTS, REQUESTS, READ_NBYTES):
         server.say("time")
         before = server.hear()
         client.say("begin")
@@ -103,7 +103,7 @@ def _with_store(laboratory: Laboratory, costs: Costs) -> Costs:
     client.say("end")
     server.say("end")
     laboratory.clear()
-    (connecting, accepting), (asking, serving), (reading, writing) = spent
+    (connecting, _), (_, accepting), (asking, _), (_, serving), (reading, writing) = spent
     return replace(
         costs, connect=connecting, accept=accepting, answer=asking, request=serving, nbyte=max(reading, writing)
     )

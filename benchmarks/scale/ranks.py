@@ -20,6 +20,7 @@ import asyncdist as dist
 from asyncdist.config import Config
 from asyncdist.groups.group import Group
 from asyncdist.store.client.aio import AsyncStore
+from asyncdist.store.protocol.operations import Command, Op
 from asyncdist.store.server.server import StoreServer
 from asyncdist.testing.cluster import world_of
 from benchmarks.laboratory import HOST
@@ -97,7 +98,10 @@ async def _serve(test: Connection) -> None:
 
 
 def ask(test: Connection, port: int, connections: int, requests: int) -> None:
-    """Use a store in three phases, and send the processor time that each has taken."""
+    """Use a store in five phases, and send the processor time that each has taken.
+
+    The clients connect one after the other, and then at the same time, as those of a large world do; so they ask, too.
+    """
     asyncio.run(_ask(test, port, connections, requests))
 
 
@@ -105,19 +109,31 @@ async def _ask(test: Connection, port: int, connections: int, requests: int) -> 
     clients: list[AsyncStore] = []
     config = Config.from_environment()
 
+    connect_next = functools.partial(AsyncStore.connect, HOST, port, timeout=_TIMEOUT, config=config)
+
     async def connect() -> None:
-        connect_next = functools.partial(AsyncStore.connect, HOST, port, timeout=_TIMEOUT, config=config)
         clients.extend([await connect_next() for _ in range(connections)])
 
-    async def change() -> None:
+    async def connect_together() -> None:
+        clients.extend(await asyncio.gather(*(connect_next() for _ in range(connections))))
+
+    def offer(number: int, count: int) -> asyncio.Future[Any]:
+        last = f"{number - number % count + count - 1}"
+        return clients[number % count].request(Command(Op.OFFER, (str(number), b"value", [last], [])))
+
+    async def ask() -> None:
         for number in range(requests):
-            await clients[number % connections].set("key", b"value")
+            await offer(number, 1)
+
+    async def ask_together() -> None:
+        for first in range(requests, 2 * requests, connections):
+            await asyncio.gather(*(offer(number, connections) for number in range(first, first + connections)))
 
     async def read() -> None:
         for client in clients[:_READS]:
             await client.get("long")
 
-    for phase in (connect, change, read):
+    for phase in (connect, connect_together, ask, ask_together, read):
         if phase is read:
             await clients[0].set("long", bytes(_VALUE_NBYTES))
         test.recv()

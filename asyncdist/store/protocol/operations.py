@@ -75,12 +75,15 @@ class Op(IntEnum):
     """Store an ephemeral key again that expired while the client was disconnected; return whether the key was free."""
     RELEASE_LEASE = 32, KEY
     """Release the lease on a prefix."""
+    OFFER = 33, KEY, VALUE, KEYS, KEYS
+    """Store a value under a key unless it has one, wait until all keys of the first list exist, and return their values,
+    and those of the second list: an empty one for each of these that is missing. It may be repeated."""
 
 
 STREAMS = frozenset((Op.SUBSCRIBE, Op.WATCH, Op.WATCH_KEYS))
 """Operations with one result, and then any number of published messages."""
 
-BLOCKING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET, Op.QUEUE_POP, Op.BARRIER, Op.ACQUIRE_LEASE)) | STREAMS
+BLOCKING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET, Op.OFFER, Op.QUEUE_POP, Op.BARRIER, Op.ACQUIRE_LEASE)) | STREAMS
 """Operations that may stay open at the store until they are answered, cancelled or confirmed."""
 
 _AWAITED = {Op.QUEUE_POP: "the queue stayed empty", Op.BARRIER: "not all have come"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from asyncdist.store.protocol.operations import Op, Reason
@@ -20,7 +22,7 @@ from asyncdist.store.state.model import (
     named,
 )
 from asyncdist.store.state.open_streams import OpenStreams
-from asyncdist.store.state.requests import OpenRequests, Waiters
+from asyncdist.store.state.requests import OpenRequests, Waiters, several
 
 
 class KeySpace:
@@ -67,11 +69,14 @@ class KeySpace:
         value = self._values.get(key)
         return self._waiters.add(place, Op.GET, [key], {key}) if value is None else value
 
-    def multi_get(self, place: Place, keys: list[str]) -> Any:
-        missing = {key for key in keys if key not in self._values}
-        if missing:
-            return self._waiters.add(place, Op.MULTI_GET, keys, missing)
-        return [self._values[key] for key in keys]
+    def multi_get(self, place: Place, keys: list[str], optional: Sequence[str] = ()) -> Any:
+        """Return the values of keys once all exist, and then those of optional ones, empty for a missing one."""
+        if any(key not in self._values for key in keys):
+            # Many requests wait for the same keys.
+            keys, optional = list(map(sys.intern, keys)), list(map(sys.intern, optional))
+            missing = {key for key in keys if key not in self._values}
+            return self._waiters.add(place, Op.MULTI_GET, keys, missing, optional)
+        return several(self._values, keys, optional)
 
     # -- changes ----------------------------------------------------------------------------------
 

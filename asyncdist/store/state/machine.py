@@ -65,6 +65,7 @@ class StoreState:
         self._of_place: dict[Op, AnyFunction] = {
             Op.GET: self.keys.get,
             Op.MULTI_GET: self.keys.multi_get,
+            Op.OFFER: self._offer,
             Op.WAIT: self.wait,
             Op.QUEUE_POP: self.queues.pop,
             Op.BARRIER: self.barriers.join,
@@ -108,6 +109,10 @@ class StoreState:
     def wait(self, place: Place, keys: list[str]) -> Any:
         missing = {key for key in keys if key not in self.keys and key not in self.queues}
         return self._waiters.add(place, Op.WAIT, keys, missing) if missing else None
+
+    def _offer(self, place: Place, key: str, value: bytes, keys: list[str], optional: list[str]) -> Any:
+        self.keys.compare_set(key, b"", value)
+        return self.keys.multi_get(place, keys, optional)
 
     def _watch(self, place: Place, key: str) -> bytes | None:
         self._streams.watch(place, key)

@@ -6,7 +6,7 @@ has left leaves an entry behind. No I/O.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,12 +75,21 @@ class OpenRequests:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request that waits until each key of ``missing`` has been set. A key that was deleted since counts as set."""
+    """A request that waits until each key of ``missing`` has been set. A key that was deleted since counts as set.
+
+    A MULTI_GET also returns the values of ``optional`` keys that exist then.
+    """
 
     place: Place
     op: Op
     keys: list[str]
     missing: set[str]
+    optional: Sequence[str] = ()
+
+
+def several(values: Mapping[str, bytes], keys: Sequence[str], optional: Sequence[str]) -> list[bytes]:
+    """Return the values of keys, which exist, and of optional ones, empty for a missing one."""
+    return [values[key] for key in keys] + [values.get(key, b"") for key in optional]
 
 
 class Waiters:
@@ -92,8 +101,8 @@ class Waiters:
         """Waiting requests by the key whose value they wait for."""
         self._for_item: dict[str, dict[Waiter, None]] = {}
 
-    def add(self, place: Place, op: Op, keys: list[str], missing: set[str]) -> object:
-        waiter = Waiter(place, op, keys, missing)
+    def add(self, place: Place, op: Op, keys: list[str], missing: set[str], optional: Sequence[str] = ()) -> object:
+        waiter = Waiter(place, op, keys, missing, optional)
         self._requests.open(place, self._withdraw, waiter)
         self._wait_for_missing(waiter)
         return NO_REPLY
@@ -112,7 +121,7 @@ class Waiters:
             if waiter.missing:
                 self._wait_for_missing(waiter)
             elif waiter.op is Op.MULTI_GET:
-                self._requests.resolve(waiter.place, [values[each] for each in waiter.keys])
+                self._requests.resolve(waiter.place, several(values, waiter.keys, waiter.optional))
             else:
                 self._requests.resolve(waiter.place, values[key] if waiter.op is Op.GET else None)
 

@@ -126,6 +126,15 @@ def test_multi_get_waits_again_for_a_deleted_value(a, b):
     assert a.answer(waiting) == [b"3", b"2"]
 
 
+def test_offer_keeps_the_first_value_and_returns_optional_keys_that_exist_at_the_end(a, b):
+    assert a.do(Op.OFFER, "k", b"first", ["k"], ["none"]) == [b"first", b""]
+    waiting = b.ask(Op.OFFER, "k", b"second", ["last", "k"], ["late", "none"])
+    a.do(Op.SET, "late", b"1")
+    assert b.blocked(waiting)
+    a.do(Op.SET, "last", b"2")
+    assert b.answer(waiting) == [b"2", b"first", b"1", b""]
+
+
 def test_empty_list_of_keys_is_present(a):
     assert a.do(Op.WAIT, []) is None
     assert a.do(Op.CHECK, []) is True
@@ -302,6 +311,7 @@ def test_end_of_a_lease_does_not_look_at_every_queue(a, b):
         (Op.GET, ("k",)),
         (Op.WAIT, (["k", "l"],)),
         (Op.MULTI_GET, (["k", "l"],)),
+        (Op.OFFER, ("m", b"1", ["k", "l"], ["n"])),
         (Op.QUEUE_POP, ("k", True)),
         (Op.BARRIER, ("k", 2)),
         (Op.SUBSCRIBE, ("k",)),
@@ -456,6 +466,11 @@ class Model(RuleBasedStateMachine):
     @rule(client=CLIENTS, keys=st.lists(KEYS, min_size=1, max_size=3), target=requests)
     def multi_get(self, client, keys):
         return self._blocking(client, Op.MULTI_GET, keys, [keys])
+
+    @rule(client=CLIENTS, key=KEYS, value=VALUES, keys=st.lists(KEYS, min_size=1, max_size=3), target=requests)
+    def offer(self, client, key, value, keys):
+        self.values[key] = self.values.get(key) or value
+        return self._blocking(client, Op.OFFER, keys, [key, value, keys, []])
 
     @rule(client=CLIENTS, key=KEYS, target=requests)
     def get(self, client, key):
