@@ -20,7 +20,7 @@ from benchmarks.benchmark import COUNTS, Benchmark, option
 from benchmarks.grid import FIGURE, Case, GridReport, Target, figure_within, yes_or_no
 from benchmarks.scale.cluster import Costs
 from benchmarks.scale.measured import measured_costs, real_world
-from benchmarks.scale.simulation import Outcome, Shape, simulate
+from benchmarks.scale.simulation import DOWNTIME, SLOWNESS, Outcome, Shape, simulate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -120,7 +120,7 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
         for size in self.plan.simulated:
             self.laboratory.progress(f"{size} simulated ranks")
             case = Case("simulation", f"{size:,}", facts={"costs": asdict(costs)})
-            case.add(_SIMULATED, **_samples(simulate(Shape(size, self.plan.per_host), costs)))
+            case.add(_SIMULATED, **_samples(simulate(Shape(size, self.plan.per_host), costs, faults=True)))
             yield case
 
     @classmethod
@@ -138,14 +138,14 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
 
     @classmethod
     def picture(cls, report: GridReport[ScalePlan]) -> Figure:
-        """Draw seconds against ranks, and next to them the bytes of simulated worlds."""
+        """Draw seconds against ranks, and next to them faults and bytes of simulated worlds."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter
 
         part = next(part for part in reversed(cls.parts) if part in report.plan.parts)
         who = _SIMULATED if part == "simulation" else _WHO
-        panels = [(_SECONDS, "s"), (_BYTES, "B")][: 2 if part == "simulation" else 1]
+        panels = [(_SECONDS, "s"), (_FAULTS, "s"), (_BYTES, "B")][: 3 if part == "simulation" else 1]
         figure = Figure(figsize=(5.4 * len(panels), 4.2), layout="constrained")
         FigureCanvasAgg(figure)
         for axes, (lines, unit) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -165,8 +165,14 @@ _SECONDS = {
     FIGURE: ("start", "#0072b2", "o"),
     "first": ("first barrier", "#d55e00", "s"),
     "later": ("later barrier", "#e69f00", "v"),
-    "known": ("a lost rank is known to all", "#cc79a7", "D"),
-    "regroup": ("regroup", "#009e73", "P"),
+}
+_FAULTS = {
+    "known": ("a killed rank is known to all", "#cc79a7", "D"),
+    "regroup": ("regroup without it", "#009e73", "P"),
+    "stopped_regroup": ("… without a stopped rank", "#0072b2", "o"),
+    "rack_regroup": ("… without a killed rack", "#d55e00", "s"),
+    "cut_regroup": ("… without a silent rack", "#e69f00", "v"),
+    "back": ("a restarted store serves all", "#000000", "X"),
 }
 _BYTES = {"sent": ("sent by the store", "#0072b2", "o"), "most_read": ("read by one rank", "#d55e00", "s")}
 
@@ -192,6 +198,11 @@ def _time(heading: str, quantity: str = FIGURE, who: str = _WHO) -> Column[Case]
         return "—" if isnan(value) else duration(value)
 
     return heading, text
+
+
+def _loss(heading: str, which: str = "") -> Column[Case]:
+    (_, known), (_, regroup) = (_time("", f"{which}{step}", _SIMULATED) for step in ("known", "regroup"))
+    return heading, lambda case: f"{known(case)} + {regroup(case)}"
 
 
 def _nbytes(heading: str, quantity: str, who: str = _WHO) -> Column[Case]:
@@ -237,16 +248,24 @@ _TABLES: dict[str, tuple[str, str, list[Column[Case]]]] = {
     ),
     "simulation": (
         "Simulated worlds",
-        "known: from the end of a rank until all others know of it; regroup: from then until all have the new group",
+        f"slow: one rank needs {SLOWNESS:g} times the processor time; killed, stopped, rack killed or silent: until all "
+        "others know of it + until they have the new group; a rack has 32 hosts, or a quarter of all; store back: from the "
+        f"return of a store after {DOWNTIME:g} s until it serves all ranks again; busy: its processor time of these",
         [
             _RANKS,
             _time("start", FIGURE, _SIMULATED),
+            _time("slow\nstart", "slow_start", _SIMULATED),
             _nbytes("sent", "sent", _SIMULATED),
             _nbytes("read", "most_read", _SIMULATED),
             _time("first\nbarrier", "first", _SIMULATED),
             _time("later\nbarrier", "later", _SIMULATED),
-            _time("known", "known", _SIMULATED),
-            _time("regroup", "regroup", _SIMULATED),
+            _time("slow\nbarrier", "slow_barrier", _SIMULATED),
+            _loss("killed"),
+            _loss("stopped", "stopped_"),
+            _loss("rack\nkilled", "rack_"),
+            _loss("rack\nsilent", "cut_"),
+            _time("store\nback", "back", _SIMULATED),
+            _time("busy", "busy", _SIMULATED),
         ],
     ),
 }

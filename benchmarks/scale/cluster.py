@@ -62,16 +62,17 @@ class ClusterHost:
 class ClusterProcess:
     """A process of a host. It has one thread, which does one thing after the other."""
 
-    __slots__ = ("_busy", "_cluster", "host", "is_killed", "used")
+    __slots__ = ("_busy", "_cluster", "host", "is_silent", "slowness", "used")
 
     def __init__(self, cluster: Cluster, host: ClusterHost) -> None:
-        self._cluster, self.host, self._busy, self.is_killed = cluster, host, 0.0, False
+        self._cluster, self.host, self._busy, self.is_silent = cluster, host, 0.0, False
+        self.slowness = 1.0
         self.used = 0.0
         """The processor time that it has used."""
 
     def work(self, seconds: float) -> float:
         """Use a processor for some seconds from now, after earlier work; return when that is done."""
-        processors = self.host.processors
+        processors, seconds = self.host.processors, seconds * self.slowness
         begun = max(self._cluster.now(), self._busy, processors[0])
         self._busy = begun + seconds
         self.used += seconds
@@ -85,7 +86,7 @@ class ClusterProcess:
     def send(
         self, to: ClusterProcess, nbytes: int, own: float, their: float, then: Callable[..., Any], *args: Any
     ) -> None:
-        """Send a message, and call a function when the receiver has processed it, unless it is killed by then.
+        """Send a message, and call a function when the receiver has processed it, unless it is silent by then.
 
         Args:
             own: Processor time of the sender.
@@ -96,7 +97,7 @@ class ClusterProcess:
             self._cluster.at(to.work(their), finish)
 
         def finish() -> None:
-            if not to.is_killed:
+            if not to.is_silent:
                 then(*args)
 
         self._cluster.at(self._cluster.carried(self.host, to.host, nbytes, self.work(own)), receive)

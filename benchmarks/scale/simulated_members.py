@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 from asyncio import TimerHandle
-from collections.abc import Callable, Collection
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -26,10 +27,14 @@ class SimulatedMembers:
     Args:
         connected: The pairs of ranks that are connected.
         send: Sends a message of some bytes between two ranks, and then calls a function.
+        have_ended: Whether the processes of the silent ranks have ended.
     """
 
-    def __init__(self, cluster: Cluster, connected: set[tuple[int, int]], send: Callable[..., None]) -> None:
+    def __init__(
+        self, cluster: Cluster, connected: set[tuple[int, int]], send: Callable[..., None], *, have_ended: bool
+    ) -> None:
         self.cluster, self.connected, self.send, size = cluster, connected, send, len(cluster.processes)
+        self.have_ended = have_ended
         self.channel = Channel(1, "simulated", (), 0)
         # One for all ranks, and without a table of them.
         self.channel.members = cast(Any, range(size))
@@ -37,26 +42,41 @@ class SimulatedMembers:
         self._undecided: set[int] = set()
         self.decision: Decision | None = None
         self.of: dict[int, SimulatedMember] = {}
+        self.seen: defaultdict[int, dict[int, str]] = defaultdict(dict)
+        """By rank, the members that it has lost so far, and why."""
 
-    async def regroup(self, lost: Collection[int]) -> None:
-        """Return when all members have decided. Those connected to lost ones know of their ends, and others find out."""
+    def lose(self, rank: int, peer: int, reason: str) -> None:
+        """Let a member lose another one."""
+        self.seen[rank][peer] = reason
+        if rank in self.of:
+            self.of[rank].lose_after_reading(peer, reason)
+
+    async def regroup(self) -> Decision:
+        """Return when all members have decided."""
         unpack = functools.lru_cache(1 << 12)(AgreementMessage.unpack)
         with (
             patch.object(agreements, "monotonic", self.cluster.now),
             patch.object(AgreementMessage, "unpack", unpack),
         ):
             self._done = asyncio.get_running_loop().create_future()
-            living = [rank for rank, process in enumerate(self.cluster.processes) if not process.is_killed]
+            living = [rank for rank, process in enumerate(self.cluster.processes) if not process.is_silent]
             self.of, self._undecided = {rank: SimulatedMember(self, rank) for rank in living}, set(living)
-            for one, other in list(self.connected):
-                for rank, peer in ((one, other), (other, one)):
-                    if peer in lost and rank in self.of:
-                        self.of[rank].lose_after_reading(peer, ENDED)
+            for rank, lost in self.seen.items():
+                for peer, reason in lost.items():
+                    self.of[rank].lose_after_reading(peer, reason)
             for member in self.of.values():
                 member.begin()
             await self._done
         for member in self.of.values():
             member.end()
+        self.of = {}
+        assert self.decision is not None
+        return self.decision
+
+    def deliver(self, rank: int, sender: int, key: bytes, body: bytes) -> None:
+        """Pass a message to a member."""
+        if rank in self.of:
+            self.of[rank].agreements.on_message(sender, key, body)
 
     def decided(self, rank: int, decision: Decision | None, error: GroupError | None) -> None:
         """Take what a member has decided."""
@@ -109,18 +129,17 @@ class SimulatedMember:
         """Do nothing: there is one thread."""
 
     def send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
-        other = self._members.of.get(peer)
-        if other is None:
+        if peer not in self._members.of:
             self.watch(peer)
         elif peer not in self.lost_peers:
-            self._members.send(self.rank, peer, len(body), other.agreements.on_message, self.rank, key, body)
+            self._members.send(self.rank, peer, len(body), self._members.deliver, peer, self.rank, key, body)
 
     def watch(self, peer: int) -> None:
-        """Connect to a peer, which fails if its process has ended."""
+        """Connect to a peer, which fails if its process has ended, and takes longer than a regroup if it is silent."""
         if peer in self._members.of:
             if not self._is_connected(peer):
                 self._members.send(self.rank, peer, 0, _ignore)
-        elif peer not in self.lost_peers:
+        elif peer not in self.lost_peers and self._members.have_ended:
             dialled = self._cluster.processes[self.rank].work(self._cluster.costs.dial)
             self._cluster.at(dialled + 2 * self._cluster.costs.latency, self.lose_after_reading, peer, ENDED)
 
@@ -129,7 +148,8 @@ class SimulatedMember:
 
     def has_ended(self, peer: int) -> bool:
         per_host = self._cluster.per_host
-        return peer // per_host == self.rank // per_host and peer not in self._members.of
+        is_gone = self._members.have_ended and peer not in self._members.of
+        return is_gone and peer // per_host == self.rank // per_host
 
     def lose_after_reading(self, peer: int, reason: str) -> None:
         if peer not in self.lost_peers:

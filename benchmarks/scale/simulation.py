@@ -10,8 +10,8 @@ import asyncio
 import functools
 import math
 import uuid
-from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,13 +33,24 @@ from asyncdist.rendezvous.record_store import AddressRecord
 from asyncdist.rendezvous.session import RendezvousSession, TimeLimit
 from benchmarks.scale.cluster import Cluster, Costs
 from benchmarks.scale.simulated_members import SimulatedMembers
+from benchmarks.scale.simulated_restart import restart
 from benchmarks.scale.simulated_store import SimulatedServer, SimulatedStore
+from benchmarks.scale.simulated_watchers import Watchers
 from benchmarks.scale.virtual_time import run
 
 _HEADER_NBYTES = 32
 """The bytes of a message between ranks without its body."""
 _LONG = 1e6
 """Seconds that no simulated start takes."""
+DOWNTIME = 5.0
+"""Seconds for which a restarted store serves nobody."""
+SLOWNESS = 20.0
+"""The processor time of a slow rank, as a multiple of that of the others."""
+_RACK = 32
+"""The hosts of a rack; fewer in a world of fewer than four racks."""
+_STOPPED, _CUT_OFF = "stopped", "cut off"
+_UNDISTURBED = 3
+"""The heartbeats before ranks fall silent."""
 _host: ContextVar[int] = ContextVar("_host")
 """The host on which the current task runs."""
 
@@ -56,6 +67,16 @@ class Outcome:
         later: A later one.
         known: From the end of a rank until all others know of it.
         regroup: From then until all have the new group.
+        stopped_known: The same for a rank that is stopped, …
+        stopped_regroup: …
+        rack_known: … for a rack whose processes all end, …
+        rack_regroup: …
+        cut_known: … and for one that falls silent.
+        cut_regroup: …
+        slow_start: The start if one rank needs more processor time.
+        slow_barrier: A later barrier, if it does.
+        back: From the return of a store until all its clients are served again.
+        busy: The processor time of the store until then.
     """
 
     start: float = math.nan
@@ -65,6 +86,16 @@ class Outcome:
     later: float = math.nan
     known: float = math.nan
     regroup: float = math.nan
+    stopped_known: float = math.nan
+    stopped_regroup: float = math.nan
+    rack_known: float = math.nan
+    rack_regroup: float = math.nan
+    cut_known: float = math.nan
+    cut_regroup: float = math.nan
+    slow_start: float = math.nan
+    slow_barrier: float = math.nan
+    back: float = math.nan
+    busy: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +108,26 @@ class Shape:
     memory: bool = True
 
 
-def simulate(shape: Shape, costs: Costs) -> Outcome:
-    """Simulate a world, and the loss of one of its ranks."""
+def simulate(shape: Shape, costs: Costs, *, faults: bool = False) -> Outcome:
+    """Simulate a world that loses a rank, or with ``faults`` all that may happen to one."""
 
     async def live() -> Outcome:
-        return await _World(shape, costs).live()
+        return await _World(shape, costs).live(faults)
 
-    return run(live())
+    async def start_slowly() -> float:
+        world = _World(shape, costs)
+        world.slow(shape.size // 2)
+        await world.meet()
+        return asyncio.get_running_loop().time()
+
+    async def return_store() -> tuple[float, float]:
+        return await restart(Cluster(shape.size, shape.per_host, shape.processors, costs), DOWNTIME)
+
+    outcome = run(live())
+    if faults:
+        outcome.slow_start = run(start_slowly())
+        outcome.back, outcome.busy = run(return_store())
+    return outcome
 
 
 def used_by_start(shape: Shape, costs: Costs) -> float:
@@ -110,16 +154,32 @@ class _World:
         """The processor time of all ranks together."""
         return sum(process.used for process in self._cluster.processes)
 
-    async def live(self) -> Outcome:
+    def slow(self, rank: int, factor: float = SLOWNESS) -> None:
+        """Let a rank need more processor time from now on."""
+        self._cluster.processes[rank].slowness = factor
+
+    async def live(self, faults: bool) -> Outcome:
         """Return what the world took."""
         outcome = Outcome()
         outcome.start = await self._timed(self.meet())
         outcome.sent, outcome.most_read = self._server.sent, max(store.nbytes for store in self._stores)
         outcome.first = await self._timed(self._barrier(is_first=True))
         outcome.later = await self._timed(self._barrier())
-        if self._shape.size > 2:
-            outcome.known = await self._timed(self._lose(self._shape.size // 2))
-            outcome.regroup = await self._timed(self._regroup(self._shape.size // 2))
+        if (size := self._shape.size) <= 2:
+            return outcome
+        outcome.known, outcome.regroup = await self._lose([size // 2])
+        if not faults:
+            return outcome
+        self.slow(size // 2)
+        outcome.slow_barrier = await self._timed(self._barrier())
+        self.slow(size // 2, 1.0)
+        per_host = self._shape.per_host
+        first = size // 2 // per_host * per_host
+        rack = range(first, min(size, first + per_host * max(1, min(_RACK, size // per_host // 4))))
+        outcome.stopped_known, outcome.stopped_regroup = await self._lose([size // 2], _STOPPED)
+        if len(rack) < size // 2:
+            outcome.rack_known, outcome.rack_regroup = await self._lose(rack)
+            outcome.cut_known, outcome.cut_regroup = await self._lose(rack, _CUT_OFF)
         return outcome
 
     async def _timed(self, coroutine: Coroutine[Any, Any, None]) -> float:
@@ -211,28 +271,68 @@ class _World:
 
     # -- the loss of a rank ------------------------------------------------------------------------
 
-    async def _lose(self, lost: int) -> None:
-        """Return when all know that a rank has ended, which its host and the ranks connected to it see."""
-        self._cluster.processes[lost].is_killed = True
-        self._known, self._all_know = {lost}, asyncio.get_running_loop().create_future()
-        nbytes = len(encode_abort(PeerLostError(lost, ENDED), 0))
-        first = lost - lost % self._shape.per_host
-        witnesses = {one + other - lost for one, other in self._connected if lost in (one, other)}
-        witnesses.update(range(first, min(first + self._shape.per_host, self._shape.size)))
-        for witness in witnesses - {lost}:
-            self._learn(witness, None, nbytes)
-        await self._all_know
+    async def _lose(self, lost: Collection[int], how: str = ENDED) -> tuple[float, float]:
+        """Lose ranks for a while; return the seconds until all others know of it, and until they have regrouped.
 
-    def _learn(self, rank: int, notified_by: int | None, nbytes: int) -> None:
-        if rank not in self._known:
-            self._known.add(rank)
-            for peer in ranks_to_notify(range(self._shape.size), rank, notified_by):
-                self.send(rank, peer, nbytes, self._learn, peer, rank, nbytes)
-            if len(self._known) == self._shape.size:
-                self._all_know.set_result(None)
+        An end is seen by the ranks of the host, and by those that are connected to it. They miss the heartbeats of others.
+        """
+        connected, processes = self._connected.copy(), self._cluster.processes
+        witnesses = self._witnesses(set(lost))
+        members = SimulatedMembers(self._cluster, self._connected, self.send, have_ended=how == ENDED)
+        self._informed, self._all_know = dict[int, object](), asyncio.get_running_loop().create_future()
+        self._watchers = Watchers(
+            self._cluster, lost, witnesses if how != ENDED else {}, is_cut_off=how == _CUT_OFF, send=self.send,
+            lost=partial(self._notice, members),
+        )  # fmt: skip
+        with self._watchers.running():
+            self._watchers.silent_since = math.inf
+            await asyncio.sleep(_UNDISTURBED * self._watchers.period)
+            self._watchers.silent_since = begun = self._cluster.now()
+            for rank in lost:
+                processes[rank].is_silent = True
+            for witness, peers in witnesses.items() if how == ENDED else ():
+                members.seen[witness] = dict.fromkeys(peers, ENDED)
+                self._inform(witness, None, PeerLostError(min(peers), ENDED))
+            await self._all_know
+            known = self._cluster.now()
+            assert set(self._informed.values()) <= set(lost)
+            decision = await members.regroup()
+            assert not decision.votes.keys() & set(lost)
+            assert len(decision.votes) == self._shape.size - len(lost)
+            regrouped = self._cluster.now()
+        for rank in lost:
+            processes[rank].is_silent = False
+        self._connected = connected
+        return known - begun, regrouped - known
 
-    async def _regroup(self, lost: int) -> None:
-        await SimulatedMembers(self._cluster, self._connected, self.send).regroup([lost])
+    def _witnesses(self, lost: set[int]) -> dict[int, set[int]]:
+        """Return the others that notice the loss of ranks, each with those of these that it watches."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for rank in lost:
+            first = rank - rank % self._shape.per_host
+            for mate in range(first, min(first + self._shape.per_host, self._shape.size)):
+                found[mate].add(rank)
+        for one, other in self._connected:
+            for rank, peer in ((one, other), (other, one)):
+                if peer in lost:
+                    found[rank].add(peer)
+        return {rank: peers for rank, peers in found.items() if rank not in lost}
+
+    def _notice(self, members: SimulatedMembers, rank: int, lost: int, error: PeerLostError) -> None:
+        members.lose(rank, lost, error.why)
+        self._inform(rank, None, error)
+
+    def _inform(self, rank: int, notified_by: int | None, error: PeerLostError) -> None:
+        if notified_by is not None and rank in self._watchers.of:
+            self._watchers.of[rank].notified(error)
+        if rank in self._informed:
+            return
+        self._informed[rank] = error.peer
+        nbytes = len(encode_abort(error, rank))
+        for peer in ranks_to_notify(range(self._shape.size), rank, notified_by):
+            self.send(rank, peer, nbytes, self._inform, peer, rank, error)
+        if len(self._informed) == self._shape.size - len(self._watchers.silent):
+            self._all_know.set_result(None)
 
 
 class _Barrier:

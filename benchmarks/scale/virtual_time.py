@@ -43,5 +43,6 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
             return runner.run(coroutine)
     finally:
+        gc.collect()
         if collects:
             gc.enable()

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from asyncdist.config import Config
 from asyncdist.rendezvous import BLOCK
 from benchmarks.scale import virtual_time
 from benchmarks.scale.benchmark import ScaleBenchmark, ScalePlan
@@ -50,6 +51,20 @@ def test_all_know_of_a_lost_rank_in_a_time_that_hardly_grows():
     assert 0 < large.regroup < 3 * small.regroup
 
 
+def test_faults_are_noticed_and_all_others_go_on_in_a_bounded_time():
+    # The simulation itself asserts who is named, that all decide the same, and that the store has lost nobody.
+    found = simulate(Shape(160), Costs(), faults=True)
+    timeout = Config().heartbeat
+    assert found.known < 0.1 < 0.8 * timeout < found.stopped_known < timeout + 1
+    assert found.rack_known < 0.1 < 0.8 * timeout < found.cut_known < timeout + 1
+    assert max(found.stopped_regroup, found.rack_regroup, found.cut_regroup) < 3
+    # All wait for the slow rank, and only for what it does itself.
+    assert found.later < found.slow_barrier < 20 * found.later
+    assert found.start < found.slow_start < found.start + 20 * Costs().start + 0.1
+    # The clients try again within a second.
+    assert 0 < found.busy < found.back < 1.5
+
+
 def test_one_thread_one_processor_and_one_wire_do_one_thing_at_a_time():
     async def arrivals() -> list[tuple[str, float]]:
         cluster = Cluster(3, per_host=2, processors=1, costs=COSTS)
@@ -68,12 +83,12 @@ def test_one_thread_one_processor_and_one_wire_do_one_thing_at_a_time():
     assert virtual_time.run(arrivals()) == [("within", 6.0), ("first", 6.5), ("second", 9.5)]
 
 
-def test_killed_process_handles_no_message():
+def test_silent_process_handles_no_message():
     async def handled() -> list[str]:
         cluster = Cluster(2, per_host=1, processors=1, costs=COSTS)
         names: list[str] = []
         cluster.processes[0].send(cluster.processes[1], 0, 0.0, 1.0, names.append, "message")
-        cluster.processes[1].is_killed = True
+        cluster.processes[1].is_silent = True
         await asyncio.sleep(100)
         return names
 
