@@ -18,8 +18,7 @@ import click
 from asyncdist.cli.page import Column, Grid, duration
 from benchmarks.benchmark import COUNTS, Benchmark, option
 from benchmarks.grid import FIGURE, Case, GridReport, Target, figure_within, yes_or_no
-from benchmarks.scale.cluster import Costs
-from benchmarks.scale.measured import measured_costs, real_world
+from benchmarks.scale.measured import RealWorld, crowded_costs, measured_costs, real_world
 from benchmarks.scale.simulation import DOWNTIME, SLOWNESS, Outcome, Shape, simulate
 
 if TYPE_CHECKING:
@@ -97,26 +96,27 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
             ]
         yield from cases.values()
 
-    def _costs(self, transport: str, *, crowded: bool) -> Costs:
-        self.laboratory.progress(f"what a process needs over {transport}")
-        return measured_costs(self.laboratory, transport, crowded=crowded)
-
     def _processes(self) -> Iterator[Case]:
-        costs = {transport: self._costs(transport, crowded=True) for transport in ("shm,tcp", "tcp")}
+        self.laboratory.progress("what a process needs")
+        costs = {transport: crowded_costs(self.laboratory, transport) for transport in ("shm,tcp", "tcp")}
         for size in self.plan.processes:
             for transport in costs:
+                worlds: list[RealWorld] = []
                 case = Case("processes", f"{size}", facts={"transport": transport})
                 for number in range(self.plan.rounds):
                     self.laboratory.progress(f"{size} processes over {transport}: {number + 1} of {self.plan.rounds}")
-                    start, first, *later = (step.seconds for step in real_world(self.laboratory, size, transport))
-                    case.add(_WHO, start, first=first, later=median(later))
+                    worlds.append(world := real_world(self.laboratory, size, transport))
+                    first, *later = (step.seconds for step in world.barriers)
+                    case.add(_WHO, world.start.seconds, first=first, later=median(later))
                 shape = Shape(size, size, os.cpu_count() or 1, memory=transport != "tcp")
-                case.add(_SIMULATED, **_samples(simulate(shape, costs[transport])))
+                turn = median(world.turn for world in worlds)
+                case.add(_SIMULATED, **_samples(simulate(shape, costs[transport](size, turn))))
                 case.targets = [Target(_MOST_OFF, _off, lambda value: f"a factor of {value:g}")]
                 yield case
 
     def _simulation(self) -> Iterator[Case]:
-        costs = self._costs("shm,tcp", crowded=False)
+        self.laboratory.progress("what a process needs")
+        costs = measured_costs(self.laboratory, "shm,tcp")
         for size in self.plan.simulated:
             self.laboratory.progress(f"{size} simulated ranks")
             case = Case("simulation", f"{size:,}", facts={"costs": asdict(costs)})

@@ -30,6 +30,7 @@ class Costs:
         nbyte: Processor time on each side for a byte that the store receives or sends.
         dial: Processor time on each side for a connection between ranks.
         message: Processor time on each side for a small message between ranks.
+        wakeup: Further processor time of a process for what arrives while it sleeps.
         latency: Time of a message on the way between two hosts.
         bandwidth: Bytes per second into and out of a host.
     """
@@ -45,6 +46,7 @@ class Costs:
     nbyte: float = 5e-10
     dial: float = 4e-4
     message: float = 4e-5
+    wakeup: float = 0.0
     latency: float = 2e-5
     bandwidth: float = 1.25e9
 
@@ -70,6 +72,11 @@ class ClusterProcess:
         self.used = 0.0
         """The processor time that it has used."""
 
+    @property
+    def wakeup(self) -> float:
+        """The processor time for which it wakes up, if it sleeps."""
+        return self._cluster.costs.wakeup if self._busy < self._cluster.now() else 0.0
+
     def work(self, seconds: float) -> float:
         """Use a processor for some seconds from now, after earlier work; return when that is done."""
         processors, seconds = self.host.processors, seconds * self.slowness
@@ -94,7 +101,7 @@ class ClusterProcess:
         """
 
         def receive() -> None:
-            self._cluster.at(to.work(their), finish)
+            self._cluster.at(to.work(their + to.wakeup), finish)
 
         def finish() -> None:
             if not to.is_silent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -22,6 +22,19 @@ _NO_SPINNING = {"ASYNCDIST_SPIN_US": "0", "ASYNCDIST_AWAIT_SPIN_US": "0"}
 
 
 @dataclass(frozen=True, slots=True)
+class RealWorld:
+    """What a world of processes has taken.
+
+    Attributes:
+        turn: The seconds for which each of its processes is busy when they pass a token on, one after the other.
+    """
+
+    start: Step
+    barriers: list[Step]
+    turn: float
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """A step that all ranks of a real world take at the same time.
 
@@ -34,14 +47,14 @@ class Step:
     processor: float
 
 
-def real_world(laboratory: Laboratory, size: int, transport: str, barriers: int = 2) -> list[Step]:
-    """Start a world of processes on this machine; return its start, its first barrier, and later ones."""
+def real_world(laboratory: Laboratory, size: int, transport: str, barriers: int = 2) -> RealWorld:
+    """Start a world of processes on this machine, and let it pass barriers and a token."""
     where = laboratory.world()
     settings: dict[str, Any] = {"ASYNCDIST_TRANSPORT": transport, **_NO_SPINNING}
     ranks = [laboratory.start("be_rank", where, rank, size, barriers, **settings) for rank in range(size)]
     steps = []
     hear_all(ranks, _PATIENCE)
-    for _ in range(1 + barriers):
+    for _ in range(2 + barriers):
         for each in ranks:
             each.say("begin")
         begun, ended, used = zip(*hear_all(ranks, _PATIENCE), strict=True)
@@ -51,42 +64,70 @@ def real_world(laboratory: Laboratory, size: int, transport: str, barriers: int 
     for each in ranks:
         each.wait(_PATIENCE)
     laboratory.clear()
-    return steps
+    start, *passed, _ = steps
+    return RealWorld(start, passed, (ended[0] - begun[0]) / size)
 
 
-def measured_costs(laboratory: Laboratory, transport: str, *, crowded: bool) -> Costs:
+def crowded_costs(laboratory: Laboratory, transport: str) -> Callable[[int, float], Costs]:
+    """Return a function of the size of a world on this machine, and of the time of a turn in it, that returns the costs.
+
+    The more processes take turns, the longer does each need when it wakes up, because its data have left the caches.
+    """
+    costs, turn = _measured(laboratory, transport, crowded=True)
+    return lambda size, longer: replace(costs, wakeup=max(0.0, longer - turn) if size > _MANY else 0.0)
+
+
+def measured_costs(laboratory: Laboratory, transport: str) -> Costs:
+    """Return what processes of this machine need that have a processor each."""
+    return _measured(laboratory, transport, crowded=False)[0]
+
+
+def _measured(laboratory: Laboratory, transport: str, *, crowded: bool) -> tuple[Costs, float]:
     """Return what processes of this machine need, with the network of `Costs`.
 
     Args:
         transport: The transports of the ranks.
         crowded: Whether many ranks share a processor, so that each message has its share of what the system needs to pass a
             processor from one to another.
+
+    Returns:
+        The costs, and the time that a process of the largest measured world needs for its turn.
     """
     costs = _with_store(laboratory, Costs())
     memory = transport != "tcp"
     few, many = (real_world(laboratory, size, transport, _BARRIERS) for size in (_FEW, _MANY))
-    start = max(0.0, few[0].processor - used_by_start(Shape(_FEW, memory=memory), replace(costs, start=0, neighbour=0)))
+    none = replace(costs, start=0, neighbour=0)
+    start = max(0.0, few.start.processor - used_by_start(Shape(_FEW, memory=memory), none))
     costs = replace(costs, start=start, neighbour=0.0)
-    grown = many[0].processor - used_by_start(Shape(_MANY, _MANY, memory=memory), costs)
+    grown = many.start.processor - used_by_start(Shape(_MANY, _MANY, memory=memory), costs)
     costs = replace(costs, neighbour=max(0.0, grown) / (_MANY - 1))
-    size, steps = (_MANY, many) if crowded else (_FEW, few)
+    size, world = (_FEW, few)
+    if crowded:
+        size, world = _MANY, many
+        # The system's own time, and that for which a processor waits.
+        costs = replace(costs, start=costs.start + max(0.0, _share(many.start, _MANY) - many.start.processor))
     if memory:
-        map_, wake = (spent / (size - 1) for spent in _barriers(steps, size, crowded))
+        map_, wake = (spent / (size - 1) for spent in _barriers(world, size, crowded))
         costs = replace(costs, wake=wake, map=map_)
-        steps = real_world(laboratory, size, "tcp", _BARRIERS)
+        world = real_world(laboratory, size, "tcp", _BARRIERS)
     # A rank of a dissemination sends and receives in each round, always over another connection.
-    dial, message = (spent / (2 * (size - 1).bit_length()) for spent in _barriers(steps, size, crowded))
-    return replace(costs, message=message, dial=dial)
+    dial, message = (spent / (2 * (size - 1).bit_length()) for spent in _barriers(world, size, crowded))
+    return replace(costs, message=message, dial=dial), many.turn
 
 
-def _barriers(steps: Sequence[Step], size: int, crowded: bool) -> tuple[float, float]:
+def _barriers(world: RealWorld, size: int, crowded: bool) -> tuple[float, float]:
     """Return what the first barrier takes of a rank's processor time more than a later one, and what that takes.
 
     In a ``crowded`` world that is the rank's part of the time of all processors.
     """
-    spent = [step.seconds * (os.cpu_count() or 1) / size if crowded else step.processor for step in steps[1:]]
-    later = median(spent[1:])
-    return max(0.0, spent[0] - later), later
+    first, *others = (_share(step, size) if crowded else step.processor for step in world.barriers)
+    later = median(others)
+    return max(0.0, first - later), later
+
+
+def _share(step: Step, size: int) -> float:
+    """Return a rank's part of the time of all processors."""
+    return step.seconds * (os.cpu_count() or 1) / size
 
 
 def _with_store(laboratory: Laboratory, costs: Costs) -> Costs:

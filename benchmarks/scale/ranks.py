@@ -144,7 +144,9 @@ async def _ask(test: Connection, port: int, connections: int, requests: int) -> 
 
 
 def be_rank(test: Connection, where: str, rank: int, size: int, barriers: int) -> None:
-    """Join a world and pass barriers when the test says so; send when each began and ended, and the processor time."""
+    """Join a world, pass barriers and then a token when the test says so; send when each began and ended, and its
+    processor time.
+    """
     torch.set_num_threads(1)
     asyncio.run(_be_rank(test, where, rank, size, barriers))
 
@@ -155,10 +157,25 @@ async def _be_rank(test: Connection, where: str, rank: int, size: int, barriers:
     meet_others: Any = functools.partial(
         dist.init_process_group, init_method=where, rank=rank, world_size=size, timeout=_TIMEOUT
     )
-    for step in (meet_others, *(dist.barrier for _ in range(barriers))):
+    token, before, after = torch.zeros(1), (rank - 1) % size, (rank + 1) % size
+
+    async def take_turn() -> float:
+        if rank:
+            await dist.recv(token, before)
+        began = time.monotonic()
+        await dist.send(token, after)
+        if not rank:
+            await dist.recv(token, before)
+        return began
+
+    async def take_turns() -> float:
+        await take_turn()  # then all wait for the token
+        return await take_turn()
+
+    for step in (meet_others, *(dist.barrier for _ in range(barriers)), take_turns):
         test.recv()
         began, used = time.monotonic(), time.process_time()
-        await step()
-        test.send((began, time.monotonic(), time.process_time() - used))
+        result = await step()
+        test.send((result if step is take_turns else began, time.monotonic(), time.process_time() - used))
     test.recv()
     await dist.destroy_process_group()

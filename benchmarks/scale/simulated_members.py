@@ -35,6 +35,8 @@ class SimulatedMembers:
     ) -> None:
         self.cluster, self.connected, self.send, size = cluster, connected, send, len(cluster.processes)
         self.have_ended = have_ended
+        self.watch: Callable[[int, int], None] = _ignore
+        """Is called with a member that watches another one, which is silent."""
         self.channel = Channel(1, "simulated", (), 0)
         # One for all ranks, and without a table of them.
         self.channel.members = cast(Any, range(size))
@@ -135,11 +137,15 @@ class SimulatedMember:
             self._members.send(self.rank, peer, len(body), self._members.deliver, peer, self.rank, key, body)
 
     def watch(self, peer: int) -> None:
-        """Connect to a peer, which fails if its process has ended, and takes longer than a regroup if it is silent."""
+        """Connect to a peer, which fails if its process has ended."""
         if peer in self._members.of:
             if not self._is_connected(peer):
                 self._members.send(self.rank, peer, 0, _ignore)
-        elif peer not in self.lost_peers and self._members.have_ended:
+        elif peer in self.lost_peers:
+            return
+        elif not self._members.have_ended:
+            self._members.watch(self.rank, peer)
+        else:
             dialled = self._cluster.processes[self.rank].work(self._cluster.costs.dial)
             self._cluster.at(dialled + 2 * self._cluster.costs.latency, self.lose_after_reading, peer, ENDED)
 
@@ -160,5 +166,5 @@ class SimulatedMember:
         return (min(self.rank, peer), max(self.rank, peer)) in self._members.connected
 
 
-def _ignore() -> None:
+def _ignore(*what: object) -> None:
     pass

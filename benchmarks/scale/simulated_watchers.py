@@ -16,6 +16,8 @@ from asyncdist.net.detector import BEATS
 from asyncdist.net.process_identity import ProcessState
 from benchmarks.scale.cluster import Cluster
 
+_ACCEPTED_WITHIN = 1.0
+"""Seconds after which a host that has not accepted a connection counts as one that does not answer."""
 _STOPPED = ProcessState(text="its process is stopped")
 
 
@@ -53,11 +55,18 @@ class Watchers:
             patch.object(heartbeat, "periodic_calls", _Periodic(self.cluster)) as calls,
         ):
             for watcher in self.of.values():
-                self.cluster.at(self.cluster.now() + self.phase(watcher.rank), watcher.start)
+                watcher.begin()
             try:
                 yield
             finally:
                 calls.are_over = True
+
+    def watch(self, rank: int, peer: int) -> None:
+        """Let a rank connect to a silent one, whose host may not answer."""
+        if rank not in self.of:
+            self.of[rank] = _Watcher(self, rank, ())
+            self.of[rank].begin()
+        self.of[rank].dial(peer)
 
     def phase(self, rank: int) -> float:
         return self.period * (rank * 7919 % 1000) / 1000
@@ -81,8 +90,14 @@ class _Watcher:
         self.transports, self.transport_selector, self.processes = [self], self, self
         self.heartbeat = Heartbeat(cast(Any, self), cast(Any, self))
 
-    def start(self) -> None:
-        self.heartbeat.start(cast(Any, self))
+    def begin(self) -> None:
+        cluster = self._watchers.cluster
+        cluster.at(cluster.now() + self._watchers.phase(self.rank), self.heartbeat.start, cast(Any, self))
+
+    def dial(self, peer: int) -> None:
+        if self._watchers.is_cut_off and peer not in self._counts:
+            cluster = self._watchers.cluster
+            cluster.at(cluster.now() + _ACCEPTED_WITHIN, self._asked.add, peer)
 
     def look(self, look: Callable[[], bool]) -> None:
         look()
@@ -117,8 +132,7 @@ class _Watcher:
     def send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
         other = self._watchers.of.get(peer)
         if peer in self._watchers.silent:
-            if self._watchers.is_cut_off and peer not in self._counts:
-                self._asked.add(peer)
+            self.dial(peer)
         elif other is not None:
             take = other.heartbeat.on_question if kind == SUSPECT else other.heartbeat.on_answer
             self._watchers.send(self.rank, peer, len(body), take, self.rank, body)

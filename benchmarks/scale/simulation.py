@@ -284,6 +284,7 @@ class _World:
             self._cluster, lost, witnesses if how != ENDED else {}, is_cut_off=how == _CUT_OFF, send=self.send,
             lost=partial(self._notice, members),
         )  # fmt: skip
+        members.watch = self._watchers.watch
         with self._watchers.running():
             self._watchers.silent_since = math.inf
             await asyncio.sleep(_UNDISTURBED * self._watchers.period)
