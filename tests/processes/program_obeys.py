@@ -94,7 +94,7 @@ class Rank:
 
         Over links, before the ``number``-th send or receive; over shared memory, after 10 ``number`` lines of its code.
         """
-        perform, begin, left = Executor.perform, DirectCalls._begin, [number]
+        perform, begin, left = Executor.perform, DirectCalls.perform, [number]
 
         def spend(actions):
             if left[0] < actions:
@@ -110,7 +110,7 @@ class Rank:
             spend(len(step.sends) + len(step.receives))
             return begin(calls, step, *args)
 
-        Executor.perform, DirectCalls._begin = die_or_perform, die_or_begin
+        Executor.perform, DirectCalls.perform = die_or_perform, die_or_begin
         lines = [10 * number]
 
         def count_lines(frame, event, argument):

@@ -264,7 +264,7 @@ class Reader:
             return True
         return False
 
-    def take(self, header: bytes, room: memoryview, tries: int) -> bool | None:
+    def take(self, header: bytes, room: memoryview, tries: int, frame: bytearray | None = None) -> bool | None:
         """Read the next message into ``room`` if it is the expected one; see `MessageSource`.
 
         Bytes of anything else go to the backlog, and an error of the stream is raised again by the next read.
@@ -279,8 +279,14 @@ class Reader:
             try:
                 if self.taken:
                     count = self._sock.recv_into(room[self.taken - HEADER_NBYTES :], 0)
-                else:
+                elif frame is None:
                     count = self._sock.recvmsg_into((self._header, room))[0]
+                else:
+                    count = self._sock.recv_into(frame, len(frame))  # type: ignore[arg-type]
+                    if frame.startswith(header) and count == len(frame):
+                        self.heard = True
+                        return True
+                    self._header_view[:] = memoryview(frame)[:HEADER_NBYTES]
             except BlockingIOError:
                 left -= 1
                 if left <= 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -107,26 +108,41 @@ class LinkPlan(CallPlan):
     Args:
         schedules: ``schedules(*tensors)`` returns the schedules of a call's parts.
         native: The other collectives of the group, if its members have memory in common: they learn of each call.
+        begin: Begins a call as `RecordedCall.begin` does; None if the call has several parts, or something before them.
     """
 
     polls = LINK_POLLS
 
     def __init__(
-        self, fingerprint: int, nbytes: int, schedules: OverLinks, fold: Fold | None, window: int, native: Native | None
+        self,
+        fingerprint: int,
+        nbytes: int,
+        schedules: OverLinks,
+        fold: Fold | None,
+        window: int,
+        native: Native | None,
+        begin: PreparedCall | None = None,
     ) -> None:
         self.fingerprint, self.nbytes, self.fold, self.window = fingerprint, nbytes, fold, window
-        self._schedules, self._native = schedules, native
+        self._schedules, self._native, self._begin = schedules, native, begin
+        self._calls: dict[bool, PreparedCall] = {}
 
     def prepare(
         self, tensors: Sequence[Any], number: int, channel: Channel, calls: DirectCalls, observed: Observed, wait: bool
     ) -> Start:
+        spins = wait and calls.waiting.spin > 0
+        if spins in self._calls and observed is None:
+            return self._calls[spins], ()
+        is_short = self.nbytes <= (MAX_WAITING_NBYTES if spins else MAX_DIRECT_NBYTES)
+        if is_short and self._begin is not None and observed is None:
+            self._calls[spins] = partial(self._begin, calls, channel, self.fingerprint, self.fold, spins)
+            return self._calls[spins], ()
         schedules = self._schedules(*tensors)
         if self._native is not None:
             schedules = preceded(self._native.publish(number, self.fingerprint), schedules)
         if observed is not None:
             schedules = observed.watch_all(schedules)
-        spins = wait and calls.waiting.spin > 0
-        if self.nbytes > (MAX_WAITING_NBYTES if spins else MAX_DIRECT_NBYTES):
+        if not is_short:
             return None, schedules
         schedules = listed = schedules if type(schedules) is list else list(schedules)
         if len(listed) != 1:

@@ -18,7 +18,7 @@ from asyncdist.kernel.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.kernel.collectives.recorded import Form, Record, RecordedCall
 from asyncdist.kernel.memory.buffers import Memory, Scratch, TensorBlocks, dtype_number
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic, Fold
-from asyncdist.kernel.transport.native import CallSignature, Native
+from asyncdist.kernel.transport.native import CallSignature, Native, PreparedCall
 from asyncdist.kernel.transport.wire_format import Fingerprint, shape_checksum
 
 Blocks = Sequence[Memory] | TensorBlocks
@@ -118,7 +118,8 @@ class GroupContext:
         """Return the plan of a call over links whose steps are recorded; see `RecordedCall`."""
         recorded = RecordedCall(records, arguments, kernels, scratch, self.scratch)
         fold = None if kernels is None else kernels.fold
-        return self.in_parts(call, nbytes, recorded.schedules, fold, arrange=arrange)
+        begin = recorded.begin if arrange is None and self.native is None and len(records) == 1 else None
+        return self.in_parts(call, nbytes, recorded.schedules, fold, arrange=arrange, begin=begin)
 
     def in_parts(
         self,
@@ -129,11 +130,12 @@ class GroupContext:
         window: int = 0,
         *,
         arrange: Arrange | None = None,
+        begin: PreparedCall | None = None,
     ) -> LinkPlan:
         """Return the plan of a call over links in ``parts(*tensors)``, of which at most ``window`` run at once."""
         window = window or (self.window if self.hierarchical is None else self.hierarchical.window)
         run = parts if arrange is None else lambda *tensors: parts(*arrange(*tensors))
-        return LinkPlan(call, nbytes, run, fold, window, self.native)
+        return LinkPlan(call, nbytes, run, fold, window, self.native, begin)
 
     def choose(self, collective: str, nbytes: int, *, contiguous: bool = True, widening: int = 1) -> str:
         """Return the schedule for a size."""

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from asyncdist.kernel.algorithms.schedule import Combine, Reduce, Schedule, Send, Step, Wait
-from asyncdist.kernel.engine.direct_calls import MAX_DIRECT_NBYTES, DirectStep
+from asyncdist.kernel.engine.direct_calls import MAX_DIRECT_NBYTES, NUMBERS, DirectCalls, DirectStep
+from asyncdist.kernel.engine.operation import Channel
 from asyncdist.kernel.memory.buffers import (
     Memory,
     Scratch,
@@ -33,6 +34,7 @@ from asyncdist.kernel.memory.reduce_kernels import (
     divide,
     on_arrays,
 )
+from asyncdist.kernel.transport.wire_format import HEADER_NBYTES
 
 _address_of = torch.Tensor.data_ptr
 _KEPT_NBYTES = 1 << 20
@@ -156,11 +158,50 @@ class RecordedCall:
             recording = self._free.pop()
         except IndexError:
             recording = self._recording()
-        parts = recording.parts
-        # A comprehension takes a Python frame.
-        if len(parts) == 1:
-            return [recording.schedule(parts[0], arguments, self._pool, self._free)]
-        return [recording.schedule(part, arguments, self._pool, self._free) for part in parts]
+        return [recording.schedule(part, arguments, self._pool, self._free) for part in recording.parts]
+
+    def begin(
+        self,
+        calls: DirectCalls,
+        channel: Channel,
+        fingerprint: int,
+        fold: Fold | None,
+        spins: bool,
+        number: int,
+        *arguments: Any,
+    ) -> Schedule | None:
+        """Begin a call with one part as `DirectCalls.begin` does, but without a generator until the call has to wait."""
+        pool, free = self._pool, self._free
+        try:
+            recording = free.pop()
+        except IndexError:
+            recording = self._recording()
+        (part,) = recording.parts
+        key = channel.prefix + (number & NUMBERS).to_bytes(4, "little")
+        if calls.early_calls or key in calls.operations:
+            schedule = recording.schedule(part, arguments, pool, free)
+            return calls.begin(schedule, channel, number, fingerprint, fold, spins)
+        # The usual call has the tensors of the one before, and the recording has nothing to let go of afterwards.
+        is_bound = recording.keeps_nothing and recording.addresses == list(map(_address_of, arguments))
+        if not is_bound:
+            recording.bind(arguments, pool)
+        try:
+            for done, item in enumerate(part, 1):
+                if type(item) is not DirectStep:
+                    item.run()
+                elif (left := calls.perform(item, channel, key, fingerprint, fold, spins)) is not None:
+                    recording.unfinished = 1
+                    rest = recording.schedule(part[done:], arguments, pool, free)
+                    return calls.run(rest, channel, number, fingerprint, fold, spins, (item, left))
+        except BaseException:
+            recording.unfinished = 1
+            recording.end_part(pool, free)
+            raise
+        if is_bound:
+            free.append(recording)
+        else:
+            recording.end_part(pool, free)
+        return None
 
     def schedule(self, *arguments: Any) -> Schedule:
         """Return the schedule of a call with one part."""
@@ -190,8 +231,10 @@ class _Recording:
         made = [_each(lambda form: Memory.unbound(*form), form) for form in forms]
         buffers = [Memory.unbound(*form) for form in taken]
         memories = _listed(made) + buffers
-        buffers = buffers or [Memory(torch.empty(count, dtype=dtype, device="cpu")) for count, dtype in kept]
-        self.parts = [[_prepared(item, kernels) for item in record(*made, *buffers)] for record in records]
+        buffers = buffers or [Memory.framed(HEADER_NBYTES, *form) for form in kept]
+        self.parts: list[list[Any]] = [
+            [_prepared(item, kernels) for item in record(*made, *buffers)] for record in records
+        ]
         places = _Places(memories, list(chain(*self.parts)))
         self._places = places.places
         self._read, self._written, self._own = places.read, places.written, places.own
@@ -199,22 +242,23 @@ class _Recording:
         self._with_tensor = [*places.wholes, *places.computed]
         self._reads_only = [places.reads_only(_listed(argument)) for argument in made]
         self._takes_tensors = not taken and all(isinstance(argument, Memory) for argument in made)
+        self.keeps_nothing = self._takes_tensors and not self._with_tensor
         lists = [argument for argument in made if isinstance(argument, list)]
         self._is_nested = not all(isinstance(each, Memory) for each in chain(*lists))
-        self._addresses: list[int] = []
+        self.addresses: list[int] = []
         """The addresses of the tensors to which the places belong, or have belonged in the last call."""
         self._copies: list[torch.Tensor] = []
         """Keeps the copies and the scratch of the present call alive, because the places are addresses."""
         self._taken, self._scratch = taken, list[Memory]()
-        self._unfinished = 0
+        self.unfinished = 0
         """The number of parts of the present call that have not ended; 0 until the first begins."""
 
     def schedule(
         self, part: Sequence[Any], arguments: Sequence[Any], pool: Scratch, free: deque[_Recording]
     ) -> Schedule:
         """Return the schedule of a part. After the last part the recording is in ``free``, unless the call has failed."""
-        if not self._unfinished:
-            self._bind(arguments, pool)
+        if not self.unfinished:
+            self.bind(arguments, pool)
         try:
             for item in part:
                 if type(item) is DirectStep:
@@ -222,17 +266,21 @@ class _Recording:
                 else:
                     item.run()
         finally:
-            self._unfinished -= 1
-            if not self._unfinished:
-                for place in self._with_tensor:
-                    del place.tensor
-                if self._copies:
-                    for memory in self._scratch:
-                        pool.give(memory)
-                    self._copies, self._scratch = [], []
-                free.append(self)
+            self.end_part(pool, free)
 
-    def _bind(self, arguments: Sequence[Any], pool: Scratch) -> None:
+    def end_part(self, pool: Scratch, free: deque[_Recording]) -> None:
+        """Let go of the tensors and the scratch after the last part."""
+        self.unfinished -= 1
+        if not self.unfinished:
+            for place in self._with_tensor:
+                del place.tensor
+            if self._copies:
+                for memory in self._scratch:
+                    pool.give(memory)
+                self._copies, self._scratch = [], []
+            free.append(self)
+
+    def bind(self, arguments: Sequence[Any], pool: Scratch) -> None:
         """Let the places belong to the tensors of a call."""
         tensors = arguments
         if not self._takes_tensors:
@@ -248,7 +296,7 @@ class _Recording:
                 tensors += [memory.tensor for memory in self._scratch]
                 self._copies = tensors
         addresses = list(map(_address_of, tensors))
-        if addresses != self._addresses:
+        if addresses != self.addresses:
             if self._read and overlapping_inputs(_at(addresses, self._read), _at(addresses, self._written), self._own):
                 copied = [
                     _each(torch.clone, argument) if reads_only else argument
@@ -258,10 +306,10 @@ class _Recording:
                 tensors = self._copies = [*copies, *tensors[len(copies) :]]
                 addresses = list(map(_address_of, tensors))
             # An error, such as exhausted memory, leaves no places of two calls.
-            self._addresses = []
+            self.addresses = []
             for place, number, start in self._places:
                 place.view = view_at(addresses[number] + start, place.nbytes)
-            self._addresses = addresses
+            self.addresses = addresses
         for memory, number in self._wholes:
             tensor = tensors[number]
             if tensor.is_inference():
@@ -270,7 +318,7 @@ class _Recording:
             memory.tensor = tensor if is_flat else tensor.as_strided((memory.count,), (1,))
         for place, (memory, start) in self._computed:
             place.tensor = memory.tensor[start : start + place.count]
-        self._unfinished = len(self.parts)
+        self.unfinished = len(self.parts)
 
 
 _Range = tuple[int, int, int]

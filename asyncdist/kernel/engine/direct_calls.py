@@ -13,7 +13,7 @@ then: bytes that were read are read again, and a message that has left in part i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from asyncdist.kernel.algorithms.schedule import END_ATTEMPT, Action, Combine, Recv, Reduce, Schedule, Send
@@ -32,7 +32,8 @@ MAX_WAITING_NBYTES = 1 << 20
 LINK_POLLS = 2
 """Polls of links after which a waiting thread looks at the clock and offers its core; each makes `_TRIES` system calls."""
 _TRIES = 4
-_NUMBERS = 0xFFFFFFFF
+NUMBERS = 0xFFFFFFFF
+"""The highest number of a collective in a key; 0 follows it."""
 _FIRST_PART = bytes(4)
 
 
@@ -63,9 +64,9 @@ class DirectStep(tuple[Action, ...]):
     combines: list[Combine]
     sends: list[_Message]
     receives: list[_Message] | None = None
-    borrows: bool
+    borrows = False
 
-    def prepare(self, members: Sequence[int], fingerprint: int, scratch: Scratch, *, recorded: bool) -> None:
+    def prepare(self, members: Sequence[int], fingerprint: int, scratch: Scratch) -> None:
         """Make the messages of the step. A recorded step keeps small scratch."""
         combines: list[Combine] = []
         sends: list[_Message] = []
@@ -81,7 +82,7 @@ class DirectStep(tuple[Action, ...]):
                 nbytes += place.nbytes
             message = _Message(action, members[action.peer], place, fingerprint)
             (sends if isinstance(action, Send) else receives).append(message)
-        self.borrows = not recorded or nbytes > MAX_DIRECT_NBYTES
+        self.borrows = self.borrows or nbytes > MAX_DIRECT_NBYTES
         # Last: an error, such as exhausted memory, leaves nothing prepared.
         self.combines, self.sends, self.receives = combines, sends, receives
 
@@ -100,54 +101,65 @@ class DirectStep(tuple[Action, ...]):
                 message.place = NOTHING
 
 
+_Left = tuple[Sequence[_Message], list[Any]]
+"""Of a step that is not complete: the messages to wait for, and the actions that only an operation can complete."""
+_BegunStep = tuple[DirectStep, _Left]
+
+
 class DirectCalls:
     """The direct calls of one rank. Called under the lock of the world's `Progress`."""
 
     def __init__(self, host: EngineHost, checker: CollectiveChecker, scratch: Scratch, waiting: Waiting) -> None:
-        self._links, self._inboxes, self._operations = host.links, host.inboxes, host.operations
+        self._links, self._inboxes, self.operations = host.links, host.inboxes, host.operations
         self._checker, self._scratch, self.waiting = checker, scratch, waiting
+        self.early_calls = checker.early_calls
 
     def begin(self, *call: Any) -> Schedule | None:
         """Run the only part of a collective until it waits; return the schedule of the rest, None if it is complete.
 
         Args:
-            call: The arguments of `_run`.
+            call: The arguments of `run`.
         """
-        rest = self._run(*call)
+        rest = self.run(*call)
         for first in rest:
             return _resumed(first, rest)
         return None
 
-    def _run(
-        self, schedule: Schedule, channel: Channel, number: int, fingerprint: int, fold: Fold | None, spins: bool
+    def run(
+        self,
+        schedule: Iterable[Any],
+        channel: Channel,
+        number: int,
+        fingerprint: int,
+        fold: Fold | None,
+        spins: bool,
+        begun: _BegunStep | None = None,
     ) -> Schedule:
         """Run the only part of a collective directly, or in an operation.
 
         Args:
             fold: Does the arithmetic of Reduce and Combine.
             spins: Whether the attempt waits for peers without sleeping.
+            begun: The step before those of ``schedule``, and what `perform` has left of it.
         """
-        operations, early_calls, scratch = self._operations, self._checker.early_calls, self._scratch
+        operations, early_calls = self.operations, self.early_calls
         # The first 12 bytes of the keys of the messages.
-        key = channel.prefix + (number & _NUMBERS).to_bytes(4, "little")
-        tries = _TRIES if spins else 1
-        if early_calls and self._differs(channel, key, fingerprint):
+        key = channel.prefix + (number & NUMBERS).to_bytes(4, "little")
+        if begun is not None:
+            yield from self._complete(*begun, key, fold, spins)
+        elif early_calls and self._differs(channel, key, fingerprint):
             yield END_ATTEMPT
         for step in schedule:
             if key in operations or isinstance(step, int) or not step:
                 yield step
                 continue
-            direct = step if type(step) is DirectStep else DirectStep(step)
-            if direct.receives is None:
-                direct.prepare(channel.members, fingerprint, scratch, recorded=direct is step)
-            elif direct.borrows:
-                direct.take_scratch(scratch)
-            rest = self._begin(direct, key, fold)
-            waiting = self._receive(direct.receives, rest, key, fold, tries) if direct.receives else ()
-            if waiting or rest:
-                yield from self._wait(waiting, rest, key, fold, tries)
-            if direct.borrows:
-                direct.give_scratch(scratch)
+            direct = step
+            if type(step) is not DirectStep:
+                direct = DirectStep(step)
+                direct.borrows = True
+            left = self.perform(direct, channel, key, fingerprint, fold, spins)
+            if left is not None:
+                yield from self._complete(direct, left, key, fold, spins)
         # A peer whose message no step has received may have made another call.
         if early_calls and key not in operations and self._differs(channel, key, fingerprint):
             yield END_ATTEMPT
@@ -157,8 +169,14 @@ class DirectCalls:
         self._checker.compare(channel, key, fingerprint)
         return channel.error is not None
 
-    def _begin(self, step: DirectStep, key: bytes, fold: Fold | None) -> list[Any]:
-        """Send the messages of a step and do its arithmetic; return the actions that only an operation can complete."""
+    def perform(
+        self, step: DirectStep, channel: Channel, key: bytes, fingerprint: int, fold: Fold | None, spins: bool
+    ) -> _Left | None:
+        """Send the messages of a step, do its arithmetic, and read what has arrived; return what is left, if anything."""
+        if step.receives is None:
+            step.prepare(channel.members, fingerprint, self._scratch)
+        elif step.borrows:
+            step.take_scratch(self._scratch)
         rest: list[Any] = []
         for message in step.sends:
             link = self._links.get(message.peer)
@@ -169,13 +187,19 @@ class DirectCalls:
         for action in step.combines:
             assert fold is not None
             fold(action.place.tensor, action.other.tensor, action.swapped)
-        return rest
+        waiting = self._receive(step.receives, rest, key, fold, spins) if step.receives else ()
+        if waiting or rest:
+            return waiting, rest
+        if step.borrows:
+            step.give_scratch(self._scratch)
+        return None
 
     def _receive(
-        self, messages: Sequence[_Message], rest: list[Any], key: bytes, fold: Fold | None, tries: int
+        self, messages: Sequence[_Message], rest: list[Any], key: bytes, fold: Fold | None, spins: bool
     ) -> list[_Message]:
         """Read the messages that have arrived; return the others. A receive that needs an operation goes to ``rest``."""
         waiting: list[_Message] = []
+        tries = _TRIES if spins else 1
         for message in messages:
             # Messages of one peer keep their order.
             if rest or (waiting and any(message.peer == other.peer for other in waiting)):
@@ -187,7 +211,7 @@ class DirectCalls:
             elif inbox.aside and (early := key + _FIRST_PART) in inbox.aside:
                 taken = inbox.claim(early, message.fingerprint, room)
             else:
-                taken = inbox.source.take(key + message.tail, room, tries)
+                taken = inbox.source.take(key + message.tail, room, tries, message.place.frame)
             if taken is None:
                 waiting.append(message)
             elif not taken:
@@ -197,24 +221,25 @@ class DirectCalls:
                 fold(message.action.place.tensor, message.place.tensor, False)
         return waiting
 
-    def _wait(
-        self, waiting: Sequence[_Message], rest: list[Any], key: bytes, fold: Fold | None, tries: int
-    ) -> Iterator[Any]:
+    def _complete(self, step: DirectStep, left: _Left, key: bytes, fold: Fold | None, spins: bool) -> Iterator[Any]:
         """Complete a step: yield to wait for its messages; in an operation, yield what is left of it."""
+        waiting, rest = left
         is_long = bool(waiting) and waiting[0].place.nbytes > MAX_DIRECT_NBYTES // 2
         # A rank that gets more of a long message goes on waiting for the rest.
         moved, before = False, self._taken(waiting) if is_long else 0
         while waiting and not rest:
             yield () if moved else waiting[0].action.peer
-            if key in self._operations:
+            if key in self.operations:
                 break
-            waiting = self._receive(waiting, rest, key, fold, tries)
+            waiting = self._receive(waiting, rest, key, fold, spins)
             if is_long:
                 moved, before = (after := self._taken(waiting)) != before, after
         if waiting or rest:
-            if key not in self._operations:
+            if key not in self.operations:
                 yield END_ATTEMPT
             yield (*rest, *[message.action for message in waiting])
+        if step.borrows:
+            step.give_scratch(self._scratch)
 
     def _taken(self, messages: Sequence[_Message]) -> int:
         """Return how many bytes of messages that are incomplete have arrived."""

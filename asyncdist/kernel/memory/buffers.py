@@ -41,7 +41,7 @@ class Memory:
     ``wire`` is the dtype in which peers send contributions to this memory; None means the dtype of the memory.
     """
 
-    __slots__ = ("_base", "count", "dtype", "itemsize", "nbytes", "start", "stop", "tensor", "view", "wire")
+    __slots__ = ("_base", "count", "dtype", "frame", "itemsize", "nbytes", "start", "stop", "tensor", "view", "wire")
 
     # Slots that are empty until their first use: a property would enter a function in each use.
     tensor: torch.Tensor
@@ -60,6 +60,18 @@ class Memory:
         self.count = self.stop
         self.nbytes = self.count * self.itemsize
         self.wire = wire
+        self.frame: bytearray | None = None
+        """The memory with room for a header before it, if there is any."""
+
+    @classmethod
+    def framed(cls, room: int, count: int, dtype: torch.dtype) -> Memory:
+        """Return new memory behind ``room`` bytes, unless it is empty or they would leave it unaligned."""
+        if not count or room % dtype.itemsize:
+            return cls(torch.empty(count, dtype=dtype, device="cpu"))
+        frame = bytearray(room + count * dtype.itemsize)
+        memory = cls(torch.frombuffer(frame, dtype=torch.uint8)[room:].view(dtype))
+        memory.view, memory.frame = memoryview(frame)[room:], frame
+        return memory
 
     @classmethod
     def unbound(cls, count: int, dtype: torch.dtype) -> Memory:
@@ -68,7 +80,7 @@ class Memory:
         The caller sets ``view``, for this memory and each range of it, to what `view_at` returns, and ``tensor``.
         """
         memory = cls.__new__(cls)
-        memory._base, memory.wire = None, None
+        memory._base = memory.wire = memory.frame = None
         memory.dtype, memory.itemsize = dtype, dtype.itemsize
         memory.start, memory.stop, memory.count = 0, count, count
         memory.nbytes = count * memory.itemsize
@@ -86,7 +98,7 @@ class Memory:
         """Return the elements ``start`` to ``stop`` of this memory."""
         part = Memory.__new__(Memory)
         part._base = self
-        part.dtype, part.itemsize, part.wire = self.dtype, self.itemsize, self.wire
+        part.dtype, part.itemsize, part.wire, part.frame = self.dtype, self.itemsize, self.wire, None
         part.start, part.stop, part.count = start, stop, stop - start
         part.nbytes = part.count * part.itemsize
         return part

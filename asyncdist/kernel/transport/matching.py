@@ -181,7 +181,7 @@ class MessageSource(Protocol):
     def taken(self) -> int:
         """The bytes that `take` has read of a message that has not arrived whole."""
 
-    def take(self, header: bytes, room: memoryview, tries: int, /) -> bool | None:
+    def take(self, header: bytes, room: memoryview, tries: int, frame: bytearray | None = None, /) -> bool | None:
         """Read the next message into ``room`` if it has exactly this header. Never blocks.
 
         A message that arrives in parts needs several calls, with the same arguments. Any other reading of the connection
@@ -192,6 +192,7 @@ class MessageSource(Protocol):
             header: The header of the expected message.
             room: The memory for its body.
             tries: How often to look for a message before returning None; at least once.
+            frame: Memory for the whole message, of which ``room`` is the end, if there is any: one range is read faster.
 
         Returns:
             True if the message has been read, None if nothing or only a part of it has arrived. False if anything else has

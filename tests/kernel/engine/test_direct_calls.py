@@ -287,7 +287,7 @@ async def test_recorded_steps_keep_no_tensor_alive(fails):
         assert [reference() for reference in alive] == [None, None]
 
 
-@pytest.mark.parametrize("where", ["send", "recvmsg_into"])
+@pytest.mark.parametrize("where", ["send", "recv_into"])
 def test_interrupt_reaches_the_caller_and_fails_the_group(monkeypatch, where):
     """The stream is cut at an unknown byte, so the peer learns of it from the end of its connection."""
     original = getattr(socket.socket, where)
