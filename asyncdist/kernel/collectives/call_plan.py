@@ -147,8 +147,8 @@ class LinkPlan(CallPlan):
         schedules = listed = schedules if type(schedules) is list else list(schedules)
         if len(listed) != 1:
             return None, schedules
-        begin, (part,), call, fold = calls.begin, listed, self.fingerprint, self.fold
-        return lambda number, *tensors: begin(part, channel, number, call, fold, spins), ()
+        run, (part,), call, fold = calls.run, listed, self.fingerprint, self.fold
+        return lambda number, *tensors: run(part, channel, number, call, fold, spins), ()
 
 
 def cache_key(

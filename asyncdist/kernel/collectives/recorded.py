@@ -170,7 +170,7 @@ class RecordedCall:
         number: int,
         *arguments: Any,
     ) -> Schedule | None:
-        """Begin a call with one part as `DirectCalls.begin` does, but without a generator until the call has to wait."""
+        """Begin a call with one part as `DirectCalls.run` does, but without a generator until the call has to wait."""
         pool, free = self._pool, self._free
         try:
             recording = free.pop()
@@ -180,7 +180,7 @@ class RecordedCall:
         key = channel.prefix + (number & NUMBERS).to_bytes(4, "little")
         if calls.early_calls or key in calls.operations:
             schedule = recording.schedule(part, arguments, pool, free)
-            return calls.begin(schedule, channel, number, fingerprint, fold, spins)
+            return calls.run(schedule, channel, number, fingerprint, fold, spins)
         # The usual call has the tensors of the one before, and the recording has nothing to let go of afterwards.
         is_bound = recording.keeps_nothing and recording.addresses == list(map(_address_of, arguments))
         if not is_bound:

@@ -1,6 +1,6 @@
 """Runs a collective over links in the calling thread, without an operation.
 
-`DirectCalls.begin` begins a schedule over links as a native call begins (`asyncdist.kernel.transport.native`): it sends the
+`DirectCalls.run` runs a schedule over links as a native call runs (`asyncdist.kernel.transport.native`): it sends the
 messages of a step itself, reads those that the step receives straight from the peers' connections, and yields only to
 wait. So `Progress.attempt` runs it like a call in shared memory. If the attempt ends before the call is complete, an
 operation continues the same generator, which then yields the rest of its step to the executor, and every later step as it
@@ -113,17 +113,6 @@ class DirectCalls:
         self._links, self._inboxes, self.operations = host.links, host.inboxes, host.operations
         self._checker, self._scratch, self.waiting = checker, scratch, waiting
         self.early_calls = checker.early_calls
-
-    def begin(self, *call: Any) -> Schedule | None:
-        """Run the only part of a collective until it waits; return the schedule of the rest, None if it is complete.
-
-        Args:
-            call: The arguments of `run`.
-        """
-        rest = self.run(*call)
-        for first in rest:
-            return _resumed(first, rest)
-        return None
 
     def run(
         self,
@@ -245,9 +234,3 @@ class DirectCalls:
         """Return how many bytes of messages that are incomplete have arrived."""
         sources = [inbox.source for each in messages if (inbox := self._inboxes.get(each.peer)) is not None]
         return sum(source.taken for source in sources if source is not None)
-
-
-def _resumed(first: Any, rest: Schedule) -> Schedule:
-    """Return a schedule that has been run until it has yielded ``first``."""
-    yield first
-    yield from rest
