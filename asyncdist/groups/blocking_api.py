@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from asyncdist.groups.blocking_help import with_blocking_help
 from asyncdist.groups.collectives_api import CollectivesApi
+from asyncdist.kernel.engine.work import DONE
 
 if TYPE_CHECKING:
     from asyncdist.base.deadline import Timeout
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
 class BlockingApi(CollectivesApi):
     """A `CollectivesApi` whose calls block unless ``async_op=True``."""
 
-    _background = False
+    _background = None
 
     def _finish(self, work: Work, async_op: bool) -> Work | None:
         if async_op:
             return work
-        if not work.is_success():
+        if work is not DONE and not work.is_success():
             work.result()
         return None
 

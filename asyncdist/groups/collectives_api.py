@@ -119,8 +119,8 @@ class CollectivesApi:
     PeerLostError if a rank died; OperationTimeoutError after the group's timeout; GroupAbortedError after any of these.
     """
 
-    _background = True
-    """Whether calls return at once without ``async_op=True``; `BlockingApi` says False."""
+    _background: bool | None = True
+    """Whether calls return at once without ``async_op=True``; `BlockingApi` says None: no, and the value is not used."""
 
     def _finish(self, work: Work, async_op: bool) -> Work:
         return work
@@ -831,7 +831,7 @@ class CollectivesApi:
             ...     received = torch.empty(2)
             ...     sender = await dist.recv(received)  # from any rank
         """
-        return self._value(self._receive(tensor, src, group, tag, group_src, self._background))
+        return self._value(self._receive(tensor, src, group, tag, group_src, bool(self._background)))
 
     def agree(self, flag: bool | int = True, group: AnyGroup = None, timeout: Timeout = None) -> Work[Agreed]:
         """Agree with all members of the group on the logical AND of a flag, although members may end during the call.
@@ -857,7 +857,7 @@ class CollectivesApi:
             >>> loss = torch.rand(1)
             >>> flag, lost = await dist.agree(bool(loss.isfinite().all()))  # True if all losses are finite
         """
-        return self._value(resolve_group(group).agree(flag, background=self._background, timeout=timeout))
+        return self._value(resolve_group(group).agree(flag, background=bool(self._background), timeout=timeout))
 
     def regroup(self, group: AnyGroup = None, min_size: int = 1, timeout: Timeout = None) -> Work[Group]:
         """Make the group of the members that are alive. It replaces ``group``, which is destroyed.
@@ -887,7 +887,7 @@ class CollectivesApi:
             ... except RuntimeError:  # every error of asyncdist is one
             ...     group = await dist.regroup(min_size=2)
         """
-        work = resolve_group(group).regroup(min_size=min_size, background=self._background, timeout=timeout)
+        work = resolve_group(group).regroup(min_size=min_size, background=bool(self._background), timeout=timeout)
         return self._value(work)
 
     def isend(

@@ -327,7 +327,7 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
                         self._record((self.name, name, number, plan.fingerprint, plan.nbytes, issued, perf_counter()))
                     elif entry.finish():
                         entry.run_hooks()
-                    return completed(value, endpoint.progress) if work else DONE
+                    return completed(value, endpoint.progress) if work and background is not None else DONE
                 parts = (rest,)
         # An operation that raises the error makes the group fail and notifies the peers.
         except Exception as cause:
@@ -349,7 +349,7 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
         self._record(entry)
         return entry
 
-    def _limit(self, name: str, background: bool, timeout: Timeout) -> float:
+    def _limit(self, name: str, background: bool | None, timeout: Timeout) -> float:
         """Return the timeout of a call in seconds; raise if the group is destroyed or the call may not block here."""
         self._refuse_destroyed()
         if not background:
@@ -360,7 +360,7 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
         if self._closed:
             raise NotInitializedError("the group was destroyed: make a new one")
 
-    def _start_plan(self, name: str, plan: Plan, tag: int | None, background: bool, limit: float) -> Work:
+    def _start_plan(self, name: str, plan: Plan, tag: int | None, background: bool | None, limit: float) -> Work:
         """Start a planned collective, or a message if there is a ``tag``."""
         channel = self.channel if tag is None else self._messages
         number = next(channel.numbers) if tag is None else tag

@@ -45,8 +45,8 @@ class Backend(TorchGroup, c10d_private.Backend):  # type: ignore[misc]
         """The options that torch passes to `split` and `merge`, with the name and the timeout of the new group."""
         return c10d_private.Backend.Options(NAME, timeout=timedelta(seconds=self.group.timeout))
 
-    def _run(self, opts: Any, start: Start, outputs: list[torch.Tensor], *args: Any) -> Work:
-        self.started.work = work = super()._run(opts, start, outputs, *args)
+    def _run(self, opts: Any, call: Sequence[Any]) -> Work:
+        self.started.work = work = super()._run(opts, call)
         return work
 
     def _background(self, start: Start, outputs: list[torch.Tensor], limit: Timeout, *args: Any, **extra: Any) -> Work:

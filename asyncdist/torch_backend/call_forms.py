@@ -52,6 +52,7 @@ _OPTIONS = frozenset(
     [SimpleNamespace, *(each for name, each in vars(c10d_private.bindings).items() if name.endswith("Options"))]
 )
 
+_UNSET: Any = object()
 _UNSET_TIMEOUT = timedelta(milliseconds=-1)
 
 
@@ -168,20 +169,20 @@ def collective(name: str) -> AnyFunction:
     """Return a method of `TorchGroup` that can be called in every form."""
     start = FORMS[name].start
 
-    def call(self: Any, *arguments: Any, **named: Any) -> Any:
-        if not named and arguments and type(arguments[-1]) in _OPTIONS:
-            long: Sequence[Any] = arguments
-        elif len(named) == 1 and type(named.get("opts")) in _OPTIONS:
-            long = [*arguments, named["opts"]]
-        else:
-            long = _long_form(name, arguments, named)
-        return self._run(long[-1], *start(self.group, *long))
+    # The usual call has a list of tensors and the options. With them in a tuple it takes a third of a microsecond more.
+    def call(self: Any, first: Any = _UNSET, second: Any = _UNSET, /, *others: Any, **named: Any) -> Any:
+        if type(second) in _OPTIONS and not named:
+            return self._run(second, start(self.group, first, second))
+        arguments = tuple(each for each in (first, second, *others) if each is not _UNSET)
+        if named or not arguments or type(arguments[-1]) not in _OPTIONS:
+            arguments = _long_form(name, arguments, named)
+        return self._run(arguments[-1], start(self.group, *arguments))
 
     call.__name__ = name
     return call
 
 
-def _long_form(method: str, arguments: Sequence[Any], named: dict[str, Any]) -> list[Any]:
+def _long_form(method: str, arguments: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...]:
     """Return the arguments of a call of any form as those of the long form.
 
     Raises:
@@ -199,7 +200,7 @@ def _long_form(method: str, arguments: Sequence[Any], named: dict[str, Any]) -> 
         # Some declarations admit None for the options object.
         options = ()
     if len(options) == 1 and type(options[0]) in _OPTIONS and not named:
-        return [*tensors, options[0]]
+        return *tensors, options[0]
     values = dict(zip(short, options, strict=False))
     if len(options) > len(short) or not named.keys() <= set(short) - set(values):
         takes = ", ".join(short) or "opts"
@@ -209,15 +210,12 @@ def _long_form(method: str, arguments: Sequence[Any], named: dict[str, Any]) -> 
     if "root" in short and "root" not in values and (values or any(map(operator.is_not, tensors, given))):
         raise TypeError(f"{method}() needs its argument 'root', the rank of the root in the group")
     timeout = values.get("timeout")
-    return [
-        *tensors,
-        SimpleNamespace(
-            asyncOp=True,
-            timeout=_UNSET_TIMEOUT if timeout is None else timeout,
-            reduceOp=values.get("op", _TorchOp(_TorchOp.SUM)),
-            rootRank=values.get("root", 0),
-        ),
-    ]
+    return *tensors, SimpleNamespace(
+        asyncOp=True,
+        timeout=_UNSET_TIMEOUT if timeout is None else timeout,
+        reduceOp=values.get("op", _TorchOp(_TorchOp.SUM)),
+        rootRank=values.get("root", 0),
+    )
 
 
 def _named(method: str, place: int, named: dict[str, Any]) -> Any:

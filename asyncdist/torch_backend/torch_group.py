@@ -158,8 +158,14 @@ class TorchGroup(ProcessBound):
 
     # -- starting operations -------------------------------------------------------------------
 
-    def _run(self, opts: Any, start: Start, outputs: Tensors, *args: Any) -> Work:
-        """Start an operation according to torch's options; a synchronous operation is complete on return."""
+    def _run(self, opts: Any, call: Sequence[Any]) -> Work:
+        """Start an operation according to torch's options; a synchronous operation is complete on return.
+
+        Args:
+            opts: The options.
+            call: What `Form.start` returns.
+        """
+        start, outputs, *args = call
         timeout = opts.timeout
         limit = None if timeout < _NO_TIME else timeout
         if self._coalesced is not None:
@@ -169,8 +175,8 @@ class TorchGroup(ProcessBound):
             start, order = self._in_callback(start)
         if opts.asyncOp:
             return Work(start(*args, timeout=limit), outputs, None, order)
-        work = start(*args, background=False, timeout=limit)
-        if not work.is_success():
+        work = start(*args, background=None) if limit is None else start(*args, background=None, timeout=limit)
+        if work is not started.DONE and not work.is_success():
             try:
                 work.result()
             except GroupError as error:

@@ -58,7 +58,7 @@ class MemberOps(ABC):
         """Return the rank of this process in this group."""
 
     @abstractmethod
-    def _limit(self, name: str, background: bool, timeout: Timeout) -> float:
+    def _limit(self, name: str, background: bool | None, timeout: Timeout) -> float:
         """Return the timeout of a call in seconds; raise if the group is destroyed or the call may not block here."""
 
     @abstractmethod

@@ -37,11 +37,11 @@ class CallOptions(TypedDict, total=False):
 
     Attributes:
         background: True (the default) returns at once. False returns when the operation has succeeded or failed; call
-            ``result()`` on the returned work to get the value or the error.
+            ``result()`` on the returned work to get the value or the error. None is False for a caller that needs no value.
         timeout: Limit in seconds or as a timedelta; None takes the group's.
     """
 
-    background: bool
+    background: bool | None
     timeout: Timeout
 
 

@@ -490,7 +490,7 @@ class Endpoint:
 
     # -- for groups ----------------------------------------------------------------------------
 
-    def issue(self, channel: Channel, plan: Plan, entry: Entry, timeout: float, *, background: bool) -> Work:
+    def issue(self, channel: Channel, plan: Plan, entry: Entry, timeout: float, *, background: bool | None) -> Work:
         """Start a plan; drive it to its end in this thread, or with ``background`` let a driver continue it."""
         progress = self.progress
         work = Work(progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncio import _get_running_loop
-from collections.abc import Iterable
+from collections.abc import Sequence
 from threading import get_ident
 from time import monotonic
 from typing import Any
@@ -39,7 +39,7 @@ class Attempts:
         self,
         call: PreparedCall,
         number: int,
-        tensors: Iterable[Any],
+        tensors: Sequence[Any],
         channel: ScheduleChannel,
         wait: bool,
         polls: int = MOST_POLLS,
@@ -86,7 +86,7 @@ class Attempts:
                     elif channel.error is not None or turns.inbox or machine.acting:
                         return beginning(call, number, tensors)
                     else:
-                        schedule = call(number, *tensors)
+                        schedule = call(number, tensors[0]) if len(tensors) == 1 else call(number, *tensors)
                         outcome = schedule is None or self._poll(schedule, channel, wait, polls, block)
                     if outcome is True:
                         channel.started += 1

@@ -101,9 +101,10 @@ class SmallExchange:
         """Begin the group's n-th collective on contiguous tensors; see `PreparedCall`."""
         if self._bind is None:
             return self._exchange(tensors, tensors, number, *tensors)
-        address = tensors[0].data_ptr()
-        source, target = self._bound_to(address) or self._bound.add(address, self._bind(tensors[0]))
-        return self._exchange(source, target, number, *tensors)
+        tensor = tensors[0]
+        address = tensor.data_ptr()
+        source, target = self._bound_to(address) or self._bound.add(address, self._bind(tensor))
+        return self._exchange(source, target, number, tensor)
 
     def kept(self, *tensors: Any) -> PreparedCall:
         """Return `begin` for calls with these tensors alone, whose memory stays where it is."""
