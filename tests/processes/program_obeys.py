@@ -24,6 +24,7 @@ import asyncdist
 from asyncdist import sync
 from asyncdist.errors import GroupAbortedError, PeerLostError
 from asyncdist.groups import introductions
+from asyncdist.kernel.algorithms.schedule import Combine
 from asyncdist.kernel.engine import agreements
 from asyncdist.kernel.engine.direct_calls import DirectCalls
 from asyncdist.kernel.engine.endpoint import Endpoint
@@ -107,7 +108,7 @@ class Rank:
 
         # Small calls do without an executor. Each step sends and receives at once.
         def die_or_begin(calls, step, *args):
-            spend(len(step.sends) + len(step.receives))
+            spend(sum(not isinstance(action, Combine) for action in step))
             return begin(calls, step, *args)
 
         Executor.perform, DirectCalls.perform = die_or_perform, die_or_begin
