@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -47,11 +46,11 @@ async def ready(*socks: AnySocket, writable: bool = False, waiter: asyncio.Futur
                 (loop.remove_writer if writable else loop.remove_reader)(sock.fileno())
 
 
-async def prove(sock: AnySocket, handshake: HandshakeDriver, receive: Callable[[int], bytes] | None = None) -> None:
-    """Run a handshake over a non-blocking socket. ``receive`` reads from it; by default its ``recv``."""
+async def prove(sock: AnySocket, handshake: HandshakeDriver) -> None:
+    """Run a handshake over a non-blocking socket."""
     while not handshake.done:
         try:
-            handshake.pump(receive or sock.recv)
+            handshake.pump(sock.recv)
         except BlockingIOError:
             await ready(sock)
 

@@ -66,10 +66,11 @@ class ArenaMapping:
             self._map = _map(descriptor, nbytes, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
         except OSError as cause:
             raise SharedMemoryError(f"cannot map {nbytes >> 20} MiB of shared memory: {cause}") from cause
-        # An inference tensor could only be written in inference mode.
-        with torch.inference_mode(False):
-            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.address = self._bytes.data_ptr()
+        self.address = ctypes.addressof(self._map)
+
+    @functools.cached_property
+    def _bytes(self) -> torch.Tensor:
+        return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def words(self, offset: int, count: int) -> memoryview:
         """Return ``count`` 64-bit words that begin at an offset, a multiple of 8.
@@ -84,7 +85,8 @@ class ArenaMapping:
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ``count`` elements that begin at an offset, a multiple of their size, as a flat tensor."""
-        if torch.is_inference_mode_enabled():  # see `__init__`
+        # An inference tensor could only be written in inference mode.
+        if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.tensor(offset, count, dtype)
         return self._bytes[offset : offset + count * dtype.itemsize].view(dtype)

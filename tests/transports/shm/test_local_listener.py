@@ -114,7 +114,7 @@ def connect_strangers(monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("packet", [None, b"", b"garbage", b"x" * 44, b"asyncdist/1\n" + bytes(32)])
+@pytest.mark.parametrize("packet", [None, b"", b"garbage", b"x" * 44, b"asyncdist/1\n" + bytes(32), bytes(68)])
 async def test_unauthenticated_connections_are_refused_and_do_not_block_peers(connect_strangers, packet):
     connect_strangers(3, packet)
     began = time.monotonic()
@@ -176,7 +176,7 @@ async def test_descriptors_that_a_stranger_sends_are_closed():
         socket.send_fds(far, [b"no greeting"], [0, 0, 0])
         host = types.SimpleNamespace(config=types.SimpleNamespace(token=None), world_id="")
         with pytest.raises(local_listener.PeerRefused, match="a packet of 11 bytes"):
-            await local_listener.accept_peer(near, host, None, 0, {1})
+            await local_listener.accept_peer(near, "name", host, None, 0, {1})
         assert len(os.listdir("/proc/self/fd")) == before
 
 

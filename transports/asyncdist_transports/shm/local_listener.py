@@ -1,4 +1,4 @@
-"""How two ranks of one host connect: over a Unix socket, on which both authenticate and pass their memory's descriptor.
+"""How two ranks of one host connect: over a Unix socket, on which both prove the job's token and pass their memory.
 
 Every rank listens at an abstract address, which needs no file and ends with the process. Abstract addresses belong to a
 network namespace. For peers in another namespace, and only if there are any, a rank also listens at a path: it binds the
@@ -7,10 +7,11 @@ socket to a name, opens the socket file, removes the name, and peers connect thr
 listens so.
 
     dialing side (the higher rank)               accepting side
-    proof of the job's token                  ⇄  proof of the job's token
+    rank, nonce, proof of the token           →
+                                              ←  rank, arena size, control block, proof, arena; or the reason of a refusal
     rank, arena size, control block, arena    →
-                                              ←  rank, arena size, control block, arena, or the reason of a refusal
-    welcome, or the reason of a refusal       →
+
+Both proofs cover the nonce and the random name of the accepting rank's socket, which no other world has seen.
 
 `transport` calls this while a world opens.
 """
@@ -18,7 +19,7 @@ listens so.
 from __future__ import annotations
 
 import contextlib
-import functools
+import hmac
 import os
 import secrets
 import socket
@@ -32,16 +33,18 @@ from typing import Any
 from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.descriptors import ClosingOnError, close_all
-from asyncdist.errors import AsyncdistError, ProtocolError
+from asyncdist.errors import AsyncdistError
 from asyncdist.kernel.memory.shared_arena import Arena, ArenaMapping
 from asyncdist.kernel.transport.base import Host
 from asyncdist.net.listening import listen
-from asyncdist.net.loop_socket import prove, ready
+from asyncdist.net.loop_socket import ready
 from asyncdist.net.network import machine_name, namespace
-from asyncdist.net.security.auth import HandshakeDriver
+from asyncdist.net.security.auth import NONCE_NBYTES, PROOF_NBYTES, proof
 from asyncdist.net.security.handshake import peer_user
 from asyncdist_transports.shm.control_block import ControlBlock
 
+# Rank, nonce.
+_CALL = struct.Struct(f"<I{NONCE_NBYTES}s")
 # Rank, bytes of the arena, offset of the control block.
 _INTRODUCTION = struct.Struct("<IQQ")
 _PREFIX = "asyncdist-"
@@ -49,7 +52,6 @@ _PREFIX = "asyncdist-"
 
 _PACKET_NBYTES = 4096
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
-_WELCOME = b"."
 
 Introduction = tuple[int, ArenaMapping, int]
 """Rank, arena and offset of the control block of a peer."""
@@ -70,20 +72,20 @@ class LocalListener:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._name = secrets.token_hex(16)
+        self.name = secrets.token_hex(16)
         self.sockets: list[socket.socket] = []
         self._lock = threading.Lock()
         self._watched = self._closed = False
         self._path_descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         with ClosingOnError(self):
-            self.sockets.append(listening_socket(f"\0{_PREFIX}{self._name}"))
+            self.sockets.append(listening_socket(f"\0{_PREFIX}{self.name}"))
 
     def address(self) -> dict[str, Any]:
         """Return what peers need to connect."""
         return {
             "host": self._host.config.host or machine_name(),
             "user": os.getuid(),
-            "name": self._name,
+            "name": self.name,
             "net": namespace("net"),
             "pids": namespace("pid"),
             "pid": os.getpid(),
@@ -100,7 +102,7 @@ class LocalListener:
                 # A socket address holds 107 bytes, and the folder's name may be longer.
                 inside = f"/proc/self/fd/{folder}"
                 _remove_stale_sockets(inside)
-                sock, descriptor = _listening_by_descriptor(f"{inside}/{_PREFIX}{self._name}")
+                sock, descriptor = _listening_by_descriptor(f"{inside}/{_PREFIX}{self.name}")
             finally:
                 os.close(folder)
             self.sockets.append(sock)
@@ -205,37 +207,45 @@ async def connect_peer(
     with ClosingOnError(sock):
         sock.setblocking(False)
         await _connect(sock, address)
-        send = functools.partial(_send, sock)
-        await _authenticate(sock, HandshakeDriver.dialling(host.config.token, _purpose(host), send))
+        call = _CALL.pack(host.rank, os.urandom(NONCE_NBYTES))
+        _send(sock, call + _proof(host, b"d", address["name"], call))
+        introduction = await _receive_introduction(sock, host, peer, _proof(host, b"a", address["name"], call))
         _send_introduction(sock, host, arena, control_offset)
-        introduction = await _receive_introduction(sock, host, {peer})
-        _send(sock, _WELCOME)
         return sock, introduction
 
 
 async def accept_peer(
-    sock: socket.socket, host: Host, arena: Arena, control_offset: int, expected: Collection[int]
+    sock: socket.socket, name: str, host: Host, arena: Arena, control_offset: int, expected: Collection[int]
 ) -> Introduction:
-    """Exchange introductions with a connected peer, whose rank must be ``expected``. Raises PeerRefused."""
+    """Exchange introductions with a peer that has connected to the listener ``name``, and whose rank is ``expected``.
+
+    Raises PeerRefused.
+    """
     if (user := peer_user(sock)) != os.getuid():
         raise PeerRefused(f"it runs as another user, {user}")
-    send = functools.partial(_send, sock)
-    await _authenticate(sock, HandshakeDriver.accepting(host.config.token, _purpose(host), send))
-    introduction = await _receive_introduction(sock, host, expected)
+    packet, descriptors = await _receive_packet(sock)
+    close_all(descriptors)
+    if len(packet) != _CALL.size + PROOF_NBYTES:
+        raise PeerRefused(f"a packet of {len(packet)} bytes where {_CALL.size + PROOF_NBYTES} were expected")
+    call = packet[: _CALL.size]
+    if not hmac.compare_digest(packet[_CALL.size :], _proof(host, b"d", name, call)):
+        raise PeerRefused("it does not hold the token of this process")
+    rank, _ = _CALL.unpack(call)
+    if rank not in expected:
+        reason = f"it claims to be rank {rank}"
+        _send(sock, reason.encode())
+        raise PeerRefused(reason)
     try:
-        _send_introduction(sock, host, arena, control_offset)
-        reply, descriptors = await _receive_packet(sock)
-        close_all(descriptors)
-        if reply != _WELCOME:
-            raise PeerRefused(_decode_reason(reply))
+        _send_introduction(sock, host, arena, control_offset, _proof(host, b"a", name, call))
+        return await _receive_introduction(sock, host, rank)
     except PeerRefused as refusal:
-        refusal.rank = introduction[0]
+        refusal.rank = rank
         raise
-    return introduction
 
 
-def _purpose(host: Host) -> str:
-    return f"shm peer of world {host.world_id}"
+def _proof(host: Host, side: bytes, name: str, call: bytes) -> bytes:
+    """Return the proof of one side, ``b"d"`` or ``b"a"``, for a call at the socket of that name."""
+    return proof(host.config.token, side, f"shm peer of world {host.world_id}", name.encode() + call)
 
 
 async def _connect(sock: socket.socket, address: Mapping[str, Any]) -> None:
@@ -253,54 +263,45 @@ async def _connect(sock: socket.socket, address: Mapping[str, Any]) -> None:
                 raise PeerRefused(f"its Unix socket cannot be reached: {cause.strerror}") from cause
 
 
-async def _authenticate(sock: socket.socket, handshake: HandshakeDriver) -> None:
-    """Run a handshake with one message per packet."""
-
-    def receive(nbytes: int) -> bytes:
-        packet, descriptors = _take_packet(sock)
-        close_all(descriptors)
-        if len(packet) != nbytes:
-            raise ProtocolError(f"a packet of {len(packet)} bytes where {nbytes} were expected")
-        return packet
-
-    try:
-        await prove(sock, handshake, receive)
-    except AsyncdistError as error:
-        raise PeerRefused(error.summary) from error
+def _send_introduction(sock: socket.socket, host: Host, arena: Arena, control_offset: int, shown: bytes = b"") -> None:
+    _send(sock, _INTRODUCTION.pack(host.rank, arena.nbytes, control_offset) + shown, [arena.descriptor])
 
 
-def _send_introduction(sock: socket.socket, host: Host, arena: Arena, control_offset: int) -> None:
-    _send(sock, _INTRODUCTION.pack(host.rank, arena.nbytes, control_offset), [arena.descriptor])
-
-
-async def _receive_introduction(sock: socket.socket, host: Host, expected: Collection[int]) -> Introduction:
-    """Receive the peer's rank and memory; send it the reason if this rank refuses it."""
+async def _receive_introduction(sock: socket.socket, host: Host, peer: int, shown: bytes = b"") -> Introduction:
+    """Receive a peer's rank and memory, with the proof ``shown``; tell a peer that accepts why this rank refuses it."""
     packet, descriptors = await _receive_packet(sock)
-    if len(packet) != _INTRODUCTION.size:
-        close_all(descriptors)
-        raise PeerRefused(_decode_reason(packet))
-    rank, nbytes, control_offset = _INTRODUCTION.unpack(packet)
     try:
-        if rank not in expected:
-            raise PeerRefused(f"it claims to be rank {rank}")
-        if len(descriptors) != 1:
-            raise PeerRefused("its memory did not come with the packet: no descriptor passes between the two processes")
-        if (
-            os.fstat(descriptors[0]).st_size < nbytes
-            or control_offset % 8
-            or not control_offset + ControlBlock.nbytes(host.world_size) <= nbytes
-        ):
-            raise PeerRefused("its memory is smaller than announced")
-        try:
-            return rank, ArenaMapping(descriptors[0], nbytes), control_offset
-        except AsyncdistError as error:
-            raise PeerRefused(error.summary) from error
+        if len(packet) != _INTRODUCTION.size + len(shown):
+            raise PeerRefused(_decode_reason(packet))
+        if not hmac.compare_digest(packet[_INTRODUCTION.size :], shown):
+            raise PeerRefused("it could not prove that it holds the token of this process")
+        return _opened(packet[: _INTRODUCTION.size], descriptors, host, peer)
     except PeerRefused as refusal:
-        refusal.rank = rank
-        _send(sock, str(refusal).encode()[:_PACKET_NBYTES])
+        if shown:
+            # A peer that has accepted waits for an answer; one that has been accepted does not.
+            _send(sock, str(refusal).encode()[:_PACKET_NBYTES])
         raise
     finally:
         close_all(descriptors)
+
+
+def _opened(packet: bytes, descriptors: Sequence[int], host: Host, peer: int) -> Introduction:
+    """Map the memory of a peer. Raises PeerRefused."""
+    rank, nbytes, control_offset = _INTRODUCTION.unpack(packet)
+    if rank != peer:
+        raise PeerRefused(f"it claims to be rank {rank}")
+    if len(descriptors) != 1:
+        raise PeerRefused("its memory did not come with the packet: no descriptor passes between the two processes")
+    if (
+        os.fstat(descriptors[0]).st_size < nbytes
+        or control_offset % 8
+        or not control_offset + ControlBlock.nbytes(host.world_size) <= nbytes
+    ):
+        raise PeerRefused("its memory is smaller than announced")
+    try:
+        return rank, ArenaMapping(descriptors[0], nbytes), control_offset
+    except AsyncdistError as error:
+        raise PeerRefused(error.summary) from error
 
 
 def _decode_reason(packet: bytes) -> str:

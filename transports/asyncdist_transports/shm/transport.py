@@ -177,7 +177,9 @@ class ShmTransport(Transport):
 
         async def handshake(sock: socket.socket) -> bool:
             try:
-                introduction = await accept_peer(sock, self.host, self._arena, self._control.block.offset, missing)
+                introduction = await accept_peer(
+                    sock, listener.name, self.host, self._arena, self._control.block.offset, missing
+                )
             except PeerRefused as refusal:
                 log.debug("rank %d refused a connection: %s", self.host.rank, refusal)
                 if refusal.rank in missing:
