@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import os
 import socket
@@ -153,9 +154,18 @@ def choose_address(candidates: Sequence[InterfaceAddress], route: str | None = N
 
 def machine_name() -> str:
     """Return a name that identifies this machine until it reboots; all containers of a Linux machine share it."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+    try:
+        return boot_id()
+    except OSError:
+        return socket.gethostname()
+
+
+@functools.cache
+def boot_id() -> str:
+    """Return what Linux names this boot of the machine. Raises OSError where the system has no such name."""
+    # Each further codec is a module to import.
+    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
         return file.read().strip()
-    return socket.gethostname()
 
 
 def interface_addresses() -> list[InterfaceAddress]:

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from asyncdist.net.network import boot_id
+
 _ENDED = (b"Z", b"X", b"x")
 """The states of a process that has ended, and whose parent has not asked for its status yet."""
 
@@ -39,9 +41,8 @@ def process_identity(host_name: str | None = None) -> dict[str, Any] | None:
     Processes whose ``host_name`` differs (ASYNCDIST_HOST) are on different hosts, and do not look at each other.
     """
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
-            host = f"{boot.read().strip()} {host_name or ''}"
         started = _stat(os.getpid())[1]
+        host = f"{boot_id()} {host_name or ''}"
         return {"host": host, "pids": os.readlink("/proc/self/ns/pid"), "pid": os.getpid(), "started": started}
     except (OSError, IndexError, ValueError):
         return None
