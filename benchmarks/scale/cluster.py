@@ -22,6 +22,7 @@ class Costs:
         start: Processor time of a rank for its start, without what follows.
         neighbour: Further processor time of a rank for each other rank of its host: both probe shared memory.
         wake: Processor time of a rank for each other rank of its host in a barrier in shared memory.
+        cold: Further processor time of a rank in the first one, whose code and memory are not in the caches.
         map: Further processor time of a rank for each of them in the first one, for which it maps their memory.
         connect: Processor time of a client for a connection to the store.
         accept: Processor time of the store for it.
@@ -38,6 +39,7 @@ class Costs:
     start: float = 5e-3
     neighbour: float = 1e-4
     wake: float = 5e-6
+    cold: float = 5e-4
     map: float = 2e-5
     connect: float = 4e-4
     accept: float = 3e-4

@@ -107,8 +107,10 @@ def _measured(laboratory: Laboratory, transport: str, *, crowded: bool) -> tuple
         # The system's own time, and that for which a processor waits.
         costs = replace(costs, start=costs.start + max(0.0, _share(many.start, _MANY) - many.start.processor))
     if memory:
-        map_, wake = (spent / (size - 1) for spent in _barriers(world, size, crowded))
-        costs = replace(costs, wake=wake, map=map_)
+        _, later = _barriers(world, size, crowded)
+        (cold, _), (grown, _) = _barriers(few, _FEW, crowded), _barriers(many, _MANY, crowded)
+        mapping = max(0.0, grown - cold) / (_MANY - _FEW)
+        costs = replace(costs, wake=later / (size - 1), map=mapping, cold=max(0.0, cold - mapping))
         world = real_world(laboratory, size, "tcp", _BARRIERS)
     # A rank of a dissemination sends and receives in each round, always over another connection.
     dial, message = (spent / (2 * (size - 1).bit_length()) for spent in _barriers(world, size, crowded))

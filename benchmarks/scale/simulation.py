@@ -264,7 +264,7 @@ class _World:
         """Pass a barrier: within each host in shared memory, and between the first ranks of the hosts by messages."""
         shape, costs = self._shape, self._costs
         mates = min(shape.per_host, shape.size) - 1 if shape.memory else 0
-        before = mates * (costs.wake / 2 + costs.map * is_first)
+        before = mates * costs.wake / 2 + (costs.cold + mates * costs.map) * is_first * bool(mates)
         await asyncio.gather(*(process.worked(before) for process in self._cluster.processes))
         ranks = range(0, shape.size, shape.per_host if shape.memory else 1)
         if len(ranks) > 1:
