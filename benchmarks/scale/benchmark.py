@@ -97,7 +97,7 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
         yield from cases.values()
 
     def _processes(self) -> Iterator[Case]:
-        self.laboratory.progress("what a process needs")
+        self.laboratory.progress("the costs of a process")
         costs = {transport: crowded_costs(self.laboratory, transport) for transport in ("shm,tcp", "tcp")}
         for size in self.plan.processes:
             for transport in costs:
@@ -115,7 +115,7 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
                 yield case
 
     def _simulation(self) -> Iterator[Case]:
-        self.laboratory.progress("what a process needs")
+        self.laboratory.progress("the costs of a process")
         costs = measured_costs(self.laboratory, "shm,tcp")
         for size in self.plan.simulated:
             self.laboratory.progress(f"{size} simulated ranks")

@@ -148,7 +148,7 @@ class _Watcher:
         self._watchers.lost(self.rank, peer, error)
 
     def observe(self, *what: object) -> None:
-        """Do nothing: nobody asks what is suspected."""
+        """Do nothing: no simulated rank reports suspicions."""
 
     def notified(self, error: GroupError) -> None:
         """Take a notice of another rank."""

@@ -43,7 +43,7 @@ _HEADER_NBYTES = 32
 _LONG = 1e6
 """Seconds that no simulated start takes."""
 DOWNTIME = 5.0
-"""Seconds for which a restarted store serves nobody."""
+"""Seconds for which a restarted store answers no client."""
 SLOWNESS = 20.0
 """The processor time of a slow rank, as a multiple of that of the others."""
 _RACK = 32

@@ -52,7 +52,7 @@ def test_all_know_of_a_lost_rank_in_a_time_that_hardly_grows():
 
 
 def test_faults_are_noticed_and_all_others_go_on_in_a_bounded_time():
-    # The simulation itself asserts who is named, that all decide the same, and that the store has lost nobody.
+    # The simulation asserts that a lost rank is named, that all decide the same, and that the store has lost no client.
     found = simulate(Shape(160), Costs(), faults=True)
     timeout = Config().heartbeat
     assert found.known < 0.1 < 0.8 * timeout < found.stopped_known < timeout + 1

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from asyncdist.kernel.algorithms.schedule import Combine, Reduce, Schedule, Send, Step, Wait
-from asyncdist.kernel.engine.direct_calls import MAX_DIRECT_NBYTES, NUMBERS, DirectCalls, DirectStep
-from asyncdist.kernel.engine.operation import Channel
+from asyncdist.kernel.engine.direct_calls import MAX_DIRECT_NBYTES, DirectCalls, DirectStep
+from asyncdist.kernel.engine.operation import NUMBERS, Channel
 from asyncdist.kernel.memory.buffers import (
     Memory,
     Scratch,

@@ -20,7 +20,7 @@ from asyncdist.kernel.algorithms.schedule import END_ATTEMPT, Action, Combine, R
 from asyncdist.kernel.engine.call_checker import CollectiveChecker
 from asyncdist.kernel.engine.drivers.waiting import Waiting
 from asyncdist.kernel.engine.executor import EngineHost
-from asyncdist.kernel.engine.operation import Begun, Channel
+from asyncdist.kernel.engine.operation import NUMBERS, Begun, Channel
 from asyncdist.kernel.memory.buffers import NOTHING, Memory, Scratch
 from asyncdist.kernel.memory.reduce_kernels import Fold
 from asyncdist.kernel.transport.wire_format import DATA, pack_tail
@@ -32,8 +32,6 @@ MAX_WAITING_NBYTES = 1 << 20
 LINK_POLLS = 2
 """Polls of links after which a waiting thread looks at the clock and offers its core; each makes `_TRIES` system calls."""
 _TRIES = 4
-NUMBERS = 0xFFFFFFFF
-"""The highest number of a collective in a key; 0 follows it."""
 _FIRST_PART = bytes(4)
 
 

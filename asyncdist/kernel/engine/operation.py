@@ -98,14 +98,14 @@ class Channel:
         """
         if self.point_to_point or self.started != self.highest:
             return False
-        return (self.highest - int.from_bytes(key[8:12], "little")) & _NUMBERS < _NUMBERS // 2
+        return (self.highest - int.from_bytes(key[8:12], "little")) & NUMBERS < NUMBERS // 2
 
 
 _QUERY_AFTER = 1.0
 """Seconds after which an operation queries the peers that have sent it nothing; half its timeout if that is less."""
 _PROBE_BEFORE = 1.0
 """Seconds before its deadline at which an operation probes its peers; a quarter of its timeout if that is less."""
-_NUMBERS = 0xFFFFFFFF
+NUMBERS = 0xFFFFFFFF
 """The highest sequence number that fits into a message's key; 0 follows it."""
 _tickets = itertools.count()
 
@@ -139,7 +139,7 @@ class Operation:
         self.entry = entry
         self.parts = enumerate(plan.parts)
         self.tasks: list[Task] = []
-        self.key = channel.prefix + (entry.seq & _NUMBERS).to_bytes(4, "little")
+        self.key = channel.prefix + (entry.seq & NUMBERS).to_bytes(4, "little")
         if channel.point_to_point:
             self.key += next(_tickets).to_bytes(8, "little")
 
