@@ -122,9 +122,7 @@ class FirstRailCollectives:
         if steps.reduce is not None:
             yield from steps.reduce(number, own.tensor) or ()
         if self._layout.place == 0:
-            scratch = self._scratch.take(own.count, own.dtype)
-            yield from steps.exchange(own.tensor, scratch.tensor)
-            self._scratch.give(scratch)
+            yield from steps.exchange(own.tensor)
             store_result(own, memory, kernels, self._size)
         if steps.broadcast is not None:
             yield from steps.broadcast(number + 1, memory.tensor) or ()
@@ -132,10 +130,12 @@ class FirstRailCollectives:
     def _prepare_all_reduce(self, call: int, own: Memory, memory: Memory, kernels: Arithmetic) -> SmallAllReduce:
         layout, algorithm = self._layout, self.choose("all_reduce", own.nbytes)
 
-        def exchange(data: Memory, scratch: Memory) -> Schedule:
+        def exchange(data: Memory, scratch: Memory = NOTHING) -> Schedule:
             return among(layout.rail(0), _reduce_by(algorithm, layout.node, self._hosts, data, scratch))
 
-        recorded = RecordedCall([exchange if layout.place == 0 else _nothing], [own.tensor, own.tensor], kernels)
+        exchanges = [exchange if layout.place == 0 else _nothing]
+        scratch = [(own.count, own.dtype)] if algorithm == "doubling" else []
+        recorded = RecordedCall(exchanges, [own.tensor], kernels, scratch, self._scratch)
         return self._reductions.add((call, own.count), self._around(recorded, call, own, memory, kernels))
 
     def _around(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from asyncdist.kernel.algorithms.schedule import Combine, Reduce, Schedule, Send, Step, Wait
+from asyncdist.kernel.algorithms.schedule import Combine, Recv, Reduce, Schedule, Send, Step, Wait
 from asyncdist.kernel.engine.direct_calls import MAX_DIRECT_NBYTES, DirectCalls, DirectStep
 from asyncdist.kernel.engine.operation import NUMBERS, Channel
 from asyncdist.kernel.memory.buffers import (
@@ -146,8 +146,9 @@ class RecordedCall:
         self._kept = scratch if keeps_scratch else ()
         self._taken = () if keeps_scratch else scratch
         self._forms = [_each(lambda tensor: (tensor.numel(), tensor.dtype), argument) for argument in arguments]
-        most = _KEPT_NBYTES // max(nbytes if keeps_scratch else 0, _LEAST_NBYTES)
-        self._free = deque([self._recording()], most)
+        recording = self._recording()
+        nbytes = recording.nbytes + (nbytes if keeps_scratch else 0)
+        self._free = deque([recording], max(1, _KEPT_NBYTES // max(nbytes, _LEAST_NBYTES)))
 
     def _recording(self) -> _Recording:
         return _Recording(self._records, self._forms, self._kernels, self._kept, self._taken)
@@ -218,6 +219,7 @@ class _Recording:
 
     Attributes:
         parts: The steps of each part of the call, and between them what the rank does alone.
+        nbytes: Bytes of memory in which it receives, without ``kept``.
     """
 
     def __init__(
@@ -232,9 +234,12 @@ class _Recording:
         buffers = [Memory.unbound(*form) for form in taken]
         memories = _listed(made) + buffers
         buffers = buffers or [Memory.framed(HEADER_NBYTES, *form) for form in kept]
-        self.parts: list[list[Any]] = [
-            [_prepared(item, kernels) for item in record(*made, *buffers)] for record in records
+        # Parts run at the same time, so each has rooms of its own.
+        rooms: list[dict[Any, Memory]] = [{} for _ in records]
+        self.parts = [
+            _prepared(record(*made, *buffers), kernels, own) for record, own in zip(records, rooms, strict=True)
         ]
+        self.nbytes = sum(room.nbytes for of_part in rooms for room in of_part.values())
         places = _Places(memories, list(chain(*self.parts)))
         self._places = places.places
         self._read, self._written, self._own = places.read, places.written, places.own
@@ -397,19 +402,43 @@ def _at(addresses: Sequence[int], ranges: Sequence[_Range]) -> list[tuple[int, i
     return [(addresses[number] + start, addresses[number] + stop) for number, start, stop in ranges]
 
 
-def _prepared(
-    item: Step | Wait | LocalCopy | LocalDivision, kernels: Arithmetic | None
-) -> DirectStep | LocalCopy | LocalDivision | _Fold | _ArrayFold:
-    if isinstance(item, LocalCopy | LocalDivision):
-        return item
-    assert not isinstance(item, int), "a recording does not wait"
-    if kernels is not None and len(item) == 1 and isinstance(item[0], Combine):
-        place = item[0].place
-        arrays = on_arrays(kernels._replace(averages=False), place.dtype)
-        if arrays is not None and 0 < place.nbytes <= MOST_ARRAY_NBYTES:
-            return _ArrayFold(item[0], arrays[0].combine, arrays[1])
-        return _Fold(item[0], kernels.fold)
-    return DirectStep(item)
+def _prepared(recording: Recording, kernels: Arithmetic | None, rooms: dict[Any, Memory]) -> list[Any]:
+    """Return the items of a part in the form in which `RecordedCall` runs them.
+
+    A Reduce of few elements becomes a Recv and a fold as arrays. ``rooms`` gets the memory between them: what a step has
+    received is folded before the next step, which may receive in the same memory.
+    """
+    items: list[Any] = []
+    for item in recording:
+        if isinstance(item, LocalCopy | LocalDivision):
+            items.append(item)
+            continue
+        assert not isinstance(item, int), "a recording does not wait"
+        if kernels is not None and len(item) == 1 and isinstance(item[0], Combine):
+            items.append(_fold(item[0], kernels))
+            continue
+        actions, folds = list[Any](item), list[_Fold | _ArrayFold]()
+        for at, action in enumerate(item):
+            if kernels is not None and isinstance(action, Reduce) and _array_kernel(action.place, kernels):
+                form = action.place.count, action.place.dtype
+                room = rooms[form, at] = rooms.get((form, at)) or Memory.framed(HEADER_NBYTES, *form)
+                actions[at] = Recv(action.peer, room)
+                folds.append(_fold(Combine(action.place, room, swapped=False), kernels))
+        items += [DirectStep(actions), *folds]
+    return items
+
+
+def _array_kernel(place: Memory, kernels: Arithmetic) -> tuple[Any, Any] | None:
+    """Return the function and the dtype with which numpy folds into a place; None if it takes longer than torch."""
+    arrays = on_arrays(kernels._replace(averages=False), place.dtype)
+    if arrays is None or place.wire is not None or not 0 < place.nbytes <= MOST_ARRAY_NBYTES:
+        return None
+    return arrays[0].combine, arrays[1]
+
+
+def _fold(action: Combine, kernels: Arithmetic) -> _Fold | _ArrayFold:
+    arrays = _array_kernel(action.place, kernels)
+    return _Fold(action, kernels.fold) if arrays is None else _ArrayFold(action, *arrays)
 
 
 def _each(function: Callable[[Any], Any], argument: Any) -> Any:

@@ -49,7 +49,7 @@ class Attempts:
 
         The call does not begin if its group has failed: the memory of a destroyed group may belong to another group.
         It does not begin either if an operation is pending that does more than receive a message, because peers may wait
-        for the progress of that operation.
+        for the progress of that operation. The calling thread has left the user's modes.
 
         Args:
             number: The number of the collective in the group.
@@ -76,10 +76,10 @@ class Attempts:
                             return beginning(call, number, tensors)
                         turns.attempting = thread
                     if drives:
-                        turns.turn(ready)
+                        turns.turn_without_modes(ready)
                         self._turn_at = turns.expire() + _TURN_EVERY
                     elif advance is not None:
-                        turns.turn(ready, advance)
+                        turns.turn_without_modes(ready, advance)
                     outcome: Sleep | bool
                     if schedule is not None:
                         outcome = self._poll(schedule, channel, wait, polls, block)

@@ -94,9 +94,17 @@ class Turns:
             ready: The descriptors that are ready; None if they are unknown.
             advance: Drives a part of the machine; None for all of it.
         """
-        inbox, moved = self.inbox, False
         uses_modes = count_dispatch_modes() or innermost_transform() is not None or forward_ad_level() >= 0
         left = leave_user_modes() if uses_modes else None
+        try:
+            return self.turn_without_modes(ready, advance)
+        finally:
+            if left is not None:
+                left.close()
+
+    def turn_without_modes(self, ready: Iterable[int] | None, advance: Advance | None = None) -> bool:
+        """Do what `turn` does, in a thread that has left the user's modes (`leave_user_modes`)."""
+        inbox, moved = self.inbox, False
         try:
             # Other threads may add actions faster than this one runs them.
             for _ in range(len(inbox)):
@@ -108,9 +116,6 @@ class Turns:
             if not is_exhausted(cause):
                 raise
             return True
-        finally:
-            if left is not None:
-                left.close()
 
     def expire(self) -> float:
         """Run what is due, and return the monotonic time."""
