@@ -26,7 +26,7 @@ from asyncdist.errors import GroupAbortedError, PeerLostError
 from asyncdist.groups import introductions
 from asyncdist.kernel.algorithms.schedule import Combine
 from asyncdist.kernel.engine import agreements
-from asyncdist.kernel.engine.direct_calls import DirectCalls
+from asyncdist.kernel.engine.direct_calls import PlannedCalls
 from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.kernel.engine.executor import Executor
 from asyncdist.kernel.transport.wire_format import AGREE
@@ -95,7 +95,7 @@ class Rank:
 
         Over links, before the ``number``-th send or receive; over shared memory, after 10 ``number`` lines of its code.
         """
-        perform, begin, left = Executor.perform, DirectCalls.perform, [number]
+        perform, begin, left = Executor.perform, PlannedCalls.perform, [number]
 
         def spend(actions):
             if left[0] < actions:
@@ -111,7 +111,7 @@ class Rank:
             spend(sum(not isinstance(action, Combine) for action in step))
             return begin(calls, step, *args)
 
-        Executor.perform, DirectCalls.perform = die_or_perform, die_or_begin
+        Executor.perform, PlannedCalls.perform = die_or_perform, die_or_begin
         lines = [10 * number]
 
         def count_lines(frame, event, argument):

@@ -135,7 +135,8 @@ class LinkPlan(CallPlan):
             return self._calls[spins], ()
         is_short = self.nbytes <= (MAX_WAITING_NBYTES if spins else MAX_DIRECT_NBYTES)
         if is_short and self._begin is not None and observed is None:
-            self._calls[spins] = partial(self._begin, calls, channel, self.fingerprint, self.fold, spins)
+            planned = calls.planned(channel, self.fingerprint, self.fold, spins=spins)
+            self._calls[spins] = partial(self._begin, planned)
             return self._calls[spins], ()
         schedules = self._schedules(*tensors)
         if self._native is not None:
@@ -147,8 +148,8 @@ class LinkPlan(CallPlan):
         schedules = listed = schedules if type(schedules) is list else list(schedules)
         if len(listed) != 1:
             return None, schedules
-        run, (part,), call, fold = calls.run, listed, self.fingerprint, self.fold
-        return lambda number, *tensors: run(part, channel, number, call, fold, spins), ()
+        planned = calls.planned(channel, self.fingerprint, self.fold, spins=spins)
+        return lambda number, *tensors: planned.run(listed[0], number), ()
 
 
 def cache_key(

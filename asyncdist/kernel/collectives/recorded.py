@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from asyncdist.kernel.algorithms.schedule import Combine, Recv, Reduce, Schedule, Send, Step, Wait
-from asyncdist.kernel.engine.direct_calls import MAX_DIRECT_NBYTES, DirectCalls, DirectStep
-from asyncdist.kernel.engine.operation import NUMBERS, Channel
+from asyncdist.kernel.engine.direct_calls import MAX_DIRECT_NBYTES, DirectStep, PlannedCalls
 from asyncdist.kernel.memory.buffers import (
     Memory,
     Scratch,
@@ -161,27 +160,17 @@ class RecordedCall:
             recording = self._recording()
         return [recording.schedule(part, arguments, self._pool, self._free) for part in recording.parts]
 
-    def begin(
-        self,
-        calls: DirectCalls,
-        channel: Channel,
-        fingerprint: int,
-        fold: Fold | None,
-        spins: bool,
-        number: int,
-        *arguments: Any,
-    ) -> Schedule | None:
-        """Begin a call with one part as `DirectCalls.run` does, but without a generator until the call has to wait."""
+    def begin(self, calls: PlannedCalls, number: int, *arguments: Any) -> Schedule | None:
+        """Begin a call with one part as `PlannedCalls.run` does, but without a generator until the call has to wait."""
         pool, free = self._pool, self._free
         try:
             recording = free.pop()
         except IndexError:
             recording = self._recording()
         (part,) = recording.parts
-        key = channel.prefix + (number & NUMBERS).to_bytes(4, "little")
+        key = calls.key(number)
         if calls.early_calls or key in calls.operations:
-            schedule = recording.schedule(part, arguments, pool, free)
-            return calls.run(schedule, channel, number, fingerprint, fold, spins)
+            return calls.run(recording.schedule(part, arguments, pool, free), number)
         # The usual call has the tensors of the one before, and the recording has nothing to let go of afterwards.
         is_bound = recording.keeps_nothing and recording.addresses == list(map(_address_of, arguments))
         if not is_bound:
@@ -190,10 +179,10 @@ class RecordedCall:
             for done, item in enumerate(part, 1):
                 if type(item) is not DirectStep:
                     item.run()
-                elif (left := calls.perform(item, channel, key, fingerprint, fold, spins)) is not None:
+                elif (left := calls.perform(item, key)) is not None:
                     recording.unfinished = 1
                     rest = recording.schedule(part[done:], arguments, pool, free)
-                    return calls.run(rest, channel, number, fingerprint, fold, spins, (item, left))
+                    return calls.run(rest, number, (item, left))
         except BaseException:
             recording.unfinished = 1
             recording.end_part(pool, free)

@@ -1,6 +1,6 @@
 """Runs a collective over links in the calling thread, without an operation.
 
-`DirectCalls.run` runs a schedule over links as a native call runs (`asyncdist.kernel.transport.native`): it sends the
+`PlannedCalls.run` runs a schedule over links as a native call runs (`asyncdist.kernel.transport.native`): it sends the
 messages of a step itself, reads those that the step receives straight from the peers' connections, and yields only to
 wait. So `Progress.attempt` runs it like a call in shared memory. If the attempt ends before the call is complete, an
 operation continues the same generator, which then yields the rest of its step to the executor, and every later step as it
@@ -50,7 +50,7 @@ class _Message:
 
 
 class DirectStep(tuple[Action, ...]):
-    """A step in the form in which `DirectCalls` performs it. A recorded step is one, which many calls yield in turn.
+    """A step in the form in which `PlannedCalls` performs it. A recorded step is one, which many calls yield in turn.
 
     Attributes:
         combines: Its local actions.
@@ -105,36 +105,47 @@ _BegunStep = tuple[DirectStep, _Left]
 
 
 class DirectCalls:
-    """The direct calls of one rank. Called under the lock of the world's `Progress`."""
+    """What the direct calls of one rank have in common."""
 
     def __init__(self, host: EngineHost, checker: CollectiveChecker, scratch: Scratch, waiting: Waiting) -> None:
-        self._links, self._inboxes, self.operations = host.links, host.inboxes, host.operations
-        self._checker, self._scratch, self.waiting = checker, scratch, waiting
-        self.early_calls = checker.early_calls
+        self.links, self.inboxes, self.operations = host.links, host.inboxes, host.operations
+        self.checker, self.scratch, self.waiting = checker, scratch, waiting
 
-    def run(
-        self,
-        schedule: Iterable[Any],
-        channel: Channel,
-        number: int,
-        fingerprint: int,
-        fold: Fold | None,
-        spins: bool,
-        begun: _BegunStep | None = None,
-    ) -> Schedule:
+    def planned(self, channel: Channel, fingerprint: int, fold: Fold | None, *, spins: bool) -> PlannedCalls:
+        """Return the direct calls of one plan; see `PlannedCalls`."""
+        return PlannedCalls(self, channel, fingerprint, fold, spins)
+
+
+class PlannedCalls:
+    """The direct calls of one plan. Called under the lock of the world's `Progress`.
+
+    Args:
+        fold: Does the arithmetic of Reduce and Combine.
+        spins: Whether the attempt waits for peers without sleeping.
+    """
+
+    def __init__(self, calls: DirectCalls, channel: Channel, fingerprint: int, fold: Fold | None, spins: bool) -> None:
+        self._links, self._inboxes, self.operations = calls.links, calls.inboxes, calls.operations
+        self._checker, self._scratch, self.early_calls = calls.checker, calls.scratch, calls.checker.early_calls
+        self._channel, self._fingerprint, self._fold = channel, fingerprint, fold
+        self._tries = _TRIES if spins else 1
+
+    def key(self, number: int) -> bytes:
+        """Return the first 12 bytes of the keys of a call's messages."""
+        return self._channel.prefix + (number & NUMBERS).to_bytes(4, "little")
+
+    def run(self, schedule: Iterable[Any], number: int, begun: _BegunStep | None = None) -> Schedule:
         """Run the only part of a collective directly, or in an operation.
 
         Args:
-            fold: Does the arithmetic of Reduce and Combine.
-            spins: Whether the attempt waits for peers without sleeping.
+            number: The number of the collective.
             begun: The step before those of ``schedule``, and what `perform` has left of it.
         """
         operations, early_calls = self.operations, self.early_calls
-        # The first 12 bytes of the keys of the messages.
-        key = channel.prefix + (number & NUMBERS).to_bytes(4, "little")
+        key = self.key(number)
         if begun is not None:
-            yield from self._complete(*begun, key, fold, spins)
-        elif early_calls and self._differs(channel, key, fingerprint):
+            yield from self._complete(*begun, key)
+        elif early_calls and self._differs(key):
             yield END_ATTEMPT
         for step in schedule:
             if key in operations or isinstance(step, int) or not step:
@@ -144,24 +155,22 @@ class DirectCalls:
             if type(step) is not DirectStep:
                 direct = DirectStep(step)
                 direct.borrows = True
-            left = self.perform(direct, channel, key, fingerprint, fold, spins)
+            left = self.perform(direct, key)
             if left is not None:
-                yield from self._complete(direct, left, key, fold, spins)
+                yield from self._complete(direct, left, key)
         # A peer whose message no step has received may have made another call.
-        if early_calls and key not in operations and self._differs(channel, key, fingerprint):
+        if early_calls and key not in operations and self._differs(key):
             yield END_ATTEMPT
 
-    def _differs(self, channel: Channel, key: bytes, fingerprint: int) -> bool:
+    def _differs(self, key: bytes) -> bool:
         """Compare a call with those that peers have made before; return whether the group has failed."""
-        self._checker.compare(channel, key, fingerprint)
-        return channel.error is not None
+        self._checker.compare(self._channel, key, self._fingerprint)
+        return self._channel.error is not None
 
-    def perform(
-        self, step: DirectStep, channel: Channel, key: bytes, fingerprint: int, fold: Fold | None, spins: bool
-    ) -> _Left | None:
+    def perform(self, step: DirectStep, key: bytes) -> _Left | None:
         """Send the messages of a step, do its arithmetic, and read what has arrived; return what is left, if anything."""
         if step.receives is None:
-            step.prepare(channel.members, fingerprint, self._scratch)
+            step.prepare(self._channel.members, self._fingerprint, self._scratch)
         elif step.borrows:
             step.take_scratch(self._scratch)
         rest: list[Any] = []
@@ -172,21 +181,18 @@ class DirectCalls:
             elif (unsent := link.send_now(key + message.tail, message.place.view)) is not None:
                 rest.append(Begun(unsent))
         for action in step.combines:
-            assert fold is not None
-            fold(action.place.tensor, action.other.tensor, action.swapped)
-        waiting = self._receive(step.receives, rest, key, fold, spins) if step.receives else ()
+            assert self._fold is not None
+            self._fold(action.place.tensor, action.other.tensor, action.swapped)
+        waiting = self._receive(step.receives, rest, key) if step.receives else ()
         if waiting or rest:
             return waiting, rest
         if step.borrows:
             step.give_scratch(self._scratch)
         return None
 
-    def _receive(
-        self, messages: Sequence[_Message], rest: list[Any], key: bytes, fold: Fold | None, spins: bool
-    ) -> list[_Message]:
+    def _receive(self, messages: Sequence[_Message], rest: list[Any], key: bytes) -> list[_Message]:
         """Read the messages that have arrived; return the others. A receive that needs an operation goes to ``rest``."""
         waiting: list[_Message] = []
-        tries = _TRIES if spins else 1
         for message in messages:
             # Messages of one peer keep their order.
             if rest or (waiting and any(message.peer == other.peer for other in waiting)):
@@ -198,17 +204,17 @@ class DirectCalls:
             elif inbox.aside and (early := key + _FIRST_PART) in inbox.aside:
                 taken = inbox.claim(early, message.fingerprint, room)
             else:
-                taken = inbox.source.take(key + message.tail, room, tries, message.place.frame)
+                taken = inbox.source.take(key + message.tail, room, self._tries, message.place.frame)
             if taken is None:
                 waiting.append(message)
             elif not taken:
                 rest.append(message.action)
             elif message.is_reduced:
-                assert fold is not None
-                fold(message.action.place.tensor, message.place.tensor, False)
+                assert self._fold is not None
+                self._fold(message.action.place.tensor, message.place.tensor, False)
         return waiting
 
-    def _complete(self, step: DirectStep, left: _Left, key: bytes, fold: Fold | None, spins: bool) -> Iterator[Any]:
+    def _complete(self, step: DirectStep, left: _Left, key: bytes) -> Iterator[Any]:
         """Complete a step: yield to wait for its messages; in an operation, yield what is left of it."""
         waiting, rest = left
         is_long = bool(waiting) and waiting[0].place.nbytes > MAX_DIRECT_NBYTES // 2
@@ -218,7 +224,7 @@ class DirectCalls:
             yield () if moved else waiting[0].action.peer
             if key in self.operations:
                 break
-            waiting = self._receive(waiting, rest, key, fold, spins)
+            waiting = self._receive(waiting, rest, key)
             if is_long:
                 moved, before = (after := self._taken(waiting)) != before, after
         if waiting or rest:
