@@ -98,6 +98,7 @@ class SimulatedMember:
         self._members, self.rank, self._cluster = members, rank, members.cluster
         self.channels, self.lost_peers = {members.channel.prefix: members.channel}, dict[int, GroupError]()
         self._timers: dict[object, TimerHandle] = {}
+        self._dialled = set[int]()
         self.timers = self
         self.agreements = Agreements(cast(Any, self), cast(Any, self))
 
@@ -145,7 +146,8 @@ class SimulatedMember:
             return
         elif not self._members.have_ended:
             self._members.watch(self.rank, peer)
-        else:
+        elif peer not in self._dialled:
+            self._dialled.add(peer)
             dialled = self._cluster.processes[self.rank].work(self._cluster.costs.dial)
             self._cluster.at(dialled + 2 * self._cluster.costs.latency, self.lose_after_reading, peer, ENDED)
 

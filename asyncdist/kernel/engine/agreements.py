@@ -65,6 +65,7 @@ class _Running:
     timeout: float = 0.0
     deadline: float = 0.0
     pause: float = _FIRST_LOOK
+    is_looking: bool = False
     hopeless_since: float | None = None
     accused_since: float | None = None
 
@@ -154,9 +155,10 @@ class Agreements:
         for running in list(self._running.values()):
             if peer in running.channel.members:
                 running.pause = _FIRST_LOOK
-                self._timers.cancel(running)
                 self._report_loss(running, peer)
-                self._advance(running)
+                if not running.is_looking:
+                    self._timers.cancel(running)
+                    self._advance(running)
 
     def end_all(self, error: GroupError) -> None:
         """Fail the pending agreements of this rank, which leaves its world or can send nothing any more."""
@@ -256,7 +258,7 @@ class Agreements:
 
     def _look(self, running: _Running) -> None:
         """Find members that have ended unnoticed, ask those that have not voted, and give up in time."""
-        agreement, now = running.agreement, monotonic()
+        agreement, now, running.is_looking = running.agreement, monotonic(), True
         for peer in list(agreement.excluded):
             if self._host.has_ended(peer) and peer in self._lost_peers:
                 self._report_loss(running, peer)
@@ -271,13 +273,16 @@ class Agreements:
             elif not agreement.is_large or peer in neighbours:
                 self._host.watch(peer)
         self._lose_accused(running, now)
+        running.is_looking = False
         has_failed, waits_long = running.channel.error is not None, running.pause >= _ASK_AFTER
         if waits_long:
             running.courier.repeat(to_all=has_failed)
         elif has_failed and not agreement.is_large:
             agreement.ask()
+        elif has_failed:
+            running.courier.ask()
         if waits_long and (has_failed or agreement.is_large):
-            for peer in running.courier.further_neighbours():
+            for peer in running.courier.further_neighbours(self._host.hears):
                 if not self._host.hears(peer):
                     self._host.watch(peer)
         running.pause = min(2 * running.pause, _LONGEST_LOOK)

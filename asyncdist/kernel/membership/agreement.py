@@ -41,9 +41,9 @@ lost too.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import cast
 
 from asyncdist.kernel.membership.messages import AgreementKind, AgreementMessage, Ballot, Decision, MemberEnd
@@ -140,12 +140,19 @@ class Agreement:
 
     @property
     def accused(self) -> dict[int, str]:
-        """Those of the awaited ranks that another member holds lost, with its reasons.
+        """Those of the awaited ranks that another member holds lost, with its reasons; in a large group also those that
+        would be awaited without them.
 
         A member that has promised reaches the coordinator, which so learns of its end itself.
         """
-        unheard = [each for each in self.awaited if each not in self._promises]
-        return {each: self._accusations[each] for each in unheard if each in self._accusations}
+        if self.coordinates and not self.is_over:
+            return {each: why for each, why in self._accusations.items() if self.shuns(each) and not self.holds_lost(each)}
+        accused = {}
+        for each in self.awaited:
+            after = (other for other in self.members[self.places[each] :] if not self.holds_lost(other))
+            found = itertools.takewhile(self._accusations.__contains__, after)
+            accused = {other: self._accusations[other] for other in itertools.islice(found, None if self.is_large else 1)}
+        return accused
 
     @property
     def excluded(self) -> dict[int, str]:
@@ -155,6 +162,15 @@ class Agreement:
     def holds_lost(self, member: int) -> bool:
         """Return whether this member holds another one lost."""
         return member in self._lost
+
+    def shuns(self, member: int) -> bool:
+        """Return whether this or another member holds a member lost, from which this one has no promise."""
+        return member in self._lost or (member in self._accusations and member not in self._promises)
+
+    @property
+    def num_lost(self) -> int:
+        """The number of members that this one holds lost."""
+        return len(self._lost)
 
     def take_outbox(self) -> list[tuple[list[int], AgreementMessage]]:
         """Return and remove the messages to send, each with its receivers."""
@@ -168,10 +184,10 @@ class Agreement:
         self._vote = vote
         self._advance()
 
-    def ask(self) -> None:
-        """As the coordinator, ask the members that have not voted. Those that have quit answer so."""
+    def ask(self, members: Collection[int] | None = None) -> None:
+        """As the coordinator, ask the members that have not voted, or some others. Those that have quit answer so."""
         if self.coordinates and not self.is_over and self._electorate is None:
-            self._send_to(self.awaited, self._prepare(self._promised))
+            self._send_to(self.awaited if members is None else members, self._prepare(self._promised))
 
     def repeat(self, *, to_all: bool = False) -> None:
         """Send again what others wait for, in case a message could not be sent.
@@ -260,7 +276,7 @@ class Agreement:
         if message.ballot < self._promised:
             return
         if message.kind == _PREPARE:
-            self._promise(message.ballot)
+            self._promise(message.ballot, is_asked=True)
         elif message.kind == _ACCEPT and message.decision is not None:
             self._promised = message.ballot
             self._accepted = message.ballot, message.decision
@@ -274,15 +290,18 @@ class Agreement:
         if coordinator != self._followed:
             takes_over, self._followed = self._followed is not None, coordinator
             if coordinator == self.member:
-                self._begin_attempt(ask=takes_over)
+                # Most members of a large group do not notice by themselves that the first one is lost.
+                self._begin_attempt(ask=takes_over or (self.is_large and self.place > 0))
             else:
                 self._promise((self.places[coordinator], 0))
         if coordinator == self.member:
             self._coordinate()
 
-    def _promise(self, ballot: Ballot) -> None:
-        self._promised = ballot
-        self._send_to([self.members[ballot[0]]], self._own_promise(ballot))
+    def _promise(self, ballot: Ballot, *, is_asked: bool = False) -> None:
+        self._promised, coordinator = ballot, self.members[ballot[0]]
+        # Of many coordinators that are lost one after the other, most get no promise. One that lives will ask.
+        if is_asked or not (self.is_large and self.shuns(coordinator)):
+            self._send_to([coordinator], self._own_promise(ballot))
 
     def _own_promise(self, ballot: Ballot) -> AgreementMessage:
         assert self._vote is not None
@@ -415,6 +434,6 @@ class _Positions(Mapping[int, int]):
 
 
 def _positions_of(members: Sequence[int]) -> Mapping[int, int]:
-    if len(members) > DEGREE and (isinstance(members, range) or all(one < other for one, other in pairwise(members))):
+    if len(members) > DEGREE and (isinstance(members, range) or all(one < other for one, other in itertools.pairwise(members))):
         return _Positions(members)
     return {each: place for place, each in enumerate(members)}

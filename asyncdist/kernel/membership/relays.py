@@ -107,7 +107,7 @@ class Courier:
             self._sizes.append(self._sizes[-1] * agreement.degree)
         self._held: dict[int, _Letters] = {}
         """The letters to send, by the position to which they go next."""
-        self._repeats = 0
+        self._repeats = self._told_lost = 0
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -128,13 +128,14 @@ class Courier:
         ]
         self._collect()
         for letter in letters:
-            if others := [each for each in letter.receivers if each != self._own]:
-                self._pass_on(letter, others)
             if self._own in letter.receivers:
                 message = AgreementMessage.unpack(letter.body)
                 for sender in letter.senders:
                     self.agreement.receive(self._members[sender], message)
             self._collect(back_to=(place, letter))
+            # Afterwards, because the message may tell which relays are lost.
+            if others := [each for each in letter.receivers if each != self._own]:
+                self._pass_on(letter, others)
 
     def _pass_on(self, letter: Letter, receivers: Sequence[int]) -> None:
         agreement = self.agreement
@@ -143,6 +144,22 @@ class Courier:
         else:
             route = _straight if letter.is_straight else self._next
             self._post(letter.senders, receivers, letter.body, letter.is_straight, route)
+
+    def ask(self) -> None:
+        """As the coordinator, tell members who is lost whose relay is, if more are since the last call: all that is known.
+
+        Otherwise they wait until they find it out, one relay after the other.
+        """
+        agreement = self.agreement
+        if not agreement.coordinates or agreement.num_lost == self._told_lost:
+            return
+        self._told_lost = agreement.num_lost
+        sizes, asked = self._sizes[1:-1], set[int]()
+        for member in agreement.awaited:
+            place = agreement.places[member]
+            if any(agreement.holds_lost(self._members[place - place % size]) for size in sizes):
+                asked.update((place, *(self._relay(place, size) for size in sizes)))
+        agreement.ask([self._members[place] for place in sorted(asked)])
 
     def repeat(self, *, to_all: bool = False) -> None:
         """Repeat what others wait for (`Agreement.repeat`), by another way than the last time."""
@@ -212,8 +229,8 @@ class Courier:
     # -- the tree ------------------------------------------------------------------------------
 
     def _living(self, positions: Iterable[int]) -> Iterator[int]:
-        """Yield the positions of members that are not held lost."""
-        return (each for each in positions if not self.agreement.holds_lost(self._members[each]))
+        """Yield the positions of members that nobody is known to hold lost."""
+        return (each for each in positions if not self.agreement.shuns(self._members[each]))
 
     def _block(self, position: int, size: int) -> range:
         first = position - position % size
@@ -247,7 +264,7 @@ class Courier:
         if turn < len(living):
             hop = living[turn]
         else:  # straight, if that does not make all members connect to one
-            is_damaged = any(self.agreement.holds_lost(self._members[each]) for each in block)
+            is_damaged = any(self.agreement.shuns(self._members[each]) for each in block)
             are_few = self.agreement.coordinates and len(self.agreement.awaited) <= _FEW
             hop = to if is_damaged or are_few else living[0]
         return to if hop == self._own else hop
@@ -264,27 +281,48 @@ class Courier:
         """Return the members whose loss this one has to notice: its relay, and those whose relay it is."""
         if not self.agreement.is_large:
             return []
-        parent, _ = self._parent()
-        found = {parent}
+        _, size = self._parent()
+        found = self._first(range(self._own - self._own % size, self._own))
         for size, part in zip(self._sizes[1:], self._sizes, strict=False):
             if self._relay(self._own, size) != self._own:
                 break
             block = self._block(self._own, size)
-            found.update(next(self._living(self._block(first, part)), self._own) for first in block[::part])
+            for first in block[::part]:
+                found |= self._first(self._block(first, part))
         return [self._members[each] for each in sorted(found - {self._own})]
 
-    def further_neighbours(self) -> list[int]:
+    def _first(self, positions: Iterable[int]) -> set[int]:
+        """Return the first of some positions that is not held lost, and as many more as are lost before it.
+
+        So a block of lost members is found in the logarithm of its size.
+        """
+        found, num_lost, num_living = set[int](), 0, 0
+        for each in positions:
+            member = self._members[each]
+            if not self.agreement.holds_lost(member):
+                found.add(each)
+            if self.agreement.shuns(member):
+                num_lost += 1
+            else:
+                num_living += 1
+            if 0 < num_living >= num_lost:
+                break
+        return found
+
+    def further_neighbours(self, hears: Callable[[int], bool]) -> list[int]:
         """Return members to watch if an agreement takes long: they may be lost too, and be the next that this one needs.
 
-        In a large group these are the next relays to which this member would climb, and some of those that a coordinator
-        awaits, others each time.
+        In a large group these are the next relays to which this member would climb, unless it hears the present one, and
+        some of those that a coordinator awaits, others each time.
         """
         agreement = self.agreement
         if not agreement.is_large:
             return [each for each in agreement.members if each != agreement.member]
         parent, _ = self._parent()
-        next_ones = [each for each, _ in zip(self._living(range(parent, self._own)), range(_FEW), strict=False)]
-        awaited = agreement.awaited
+        candidates = () if hears(self._members[parent]) else self._living(range(parent, self._own))
+        next_ones = [each for each, _ in zip(candidates, range(_FEW), strict=False)]
+        # That all others connect to the coordinator would keep it from all else.
+        awaited = agreement.awaited if agreement.coordinates else []
         first = self._repeats * _FEW % max(1, len(awaited))
         return [self._members[each] for each in next_ones] + awaited[first : first + _FEW]
 

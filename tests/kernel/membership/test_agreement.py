@@ -199,7 +199,7 @@ class Schedule:
         if part.is_over:
             return
         for other in dict.fromkeys(
-            [*part.awaited, *courier.neighbours(), *courier.further_neighbours(), *part.accused]
+            [*part.awaited, *courier.neighbours(), *courier.further_neighbours(lambda other: False), *part.accused]
         ):
             if other == member:
                 continue
