@@ -48,8 +48,6 @@ SLOWNESS = 20.0
 """The processor time of a slow rank, as a multiple of that of the others."""
 _RACK = 32
 """The hosts of a rack; fewer in a world of fewer than four racks."""
-_MOST_WITH_RACK = 1 << 12
-"""The ranks of a world that may lose a rack. In a larger one a regroup finds the dead relays of a block one by one."""
 _STOPPED, _CUT_OFF = "stopped", "cut off"
 _UNDISTURBED = 3
 """The heartbeats before ranks fall silent."""
@@ -179,7 +177,7 @@ class _World:
         first = size // 2 // per_host * per_host
         rack = range(first, min(size, first + per_host * max(1, min(_RACK, size // per_host // 4))))
         outcome.stopped_known, outcome.stopped_regroup = await self._lose([size // 2], _STOPPED)
-        if len(rack) < size // 2 and size <= _MOST_WITH_RACK:
+        if len(rack) < size // 2 :
             outcome.rack_known, outcome.rack_regroup = await self._lose(rack)
             outcome.cut_known, outcome.cut_regroup = await self._lose(rack, _CUT_OFF)
         return outcome

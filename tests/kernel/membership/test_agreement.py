@@ -535,6 +535,43 @@ def test_members_that_wait_for_a_dead_coordinator_learn_it_from_each_other():
     assert schedule.parts[fourth].accused == {one: "silent"}
 
 
+def looks_until_decided(schedule: Schedule, dead: list[int]) -> int:
+    """Let members that nobody has lost be dead; return how often the others look at those that they watch, and no others.
+
+    They adopt accusations of dead members only, because they hear the living.
+    """
+    schedule.living -= set(dead)
+    schedule.certain |= dict.fromkeys(dead, 0.0)
+    for number in range(len(schedule.members)):
+        schedule.settle()
+        if all(schedule.parts[member].decision for member in schedule.living):
+            return number
+        for member in sorted(schedule.living):
+            courier = schedule.couriers[member]
+            for other in {*courier.neighbours(), *schedule.parts[member].accused} - schedule.living:
+                schedule.perform(("lose", member, (other, "it died")))
+            courier.ask()
+            schedule.flush(member)
+    raise AssertionError("members wait forever")
+
+
+@pytest.mark.parametrize("first", [0, 5, 16, 20, 60])
+def test_lost_block_of_relays_of_relays_is_found_in_the_logarithm_of_its_size(first):
+    """40 of 100 members with relays of degree 4 are whole blocks of 16."""
+    schedule = Schedule(100, first, degree=4)
+    assert looks_until_decided(schedule, schedule.members[first : first + 40]) <= 6
+    assert schedule.only_decision().votes.keys() == schedule.living
+
+
+@pytest.mark.parametrize("accused", [4, 16, 17])
+def test_living_relay_that_a_member_holds_lost_is_no_obstacle(accused):
+    schedule = Schedule(60, accused, degree=4)
+    schedule.perform(("lose", schedule.members[50], (schedule.members[accused], "no heartbeat")))
+    dead = schedule.members[20:40]
+    assert looks_until_decided(schedule, dead) <= 6
+    assert schedule.only_decision().votes.keys() == schedule.living
+
+
 def test_packed_message_is_the_same_and_other_bytes_are_refused():
     decision = Decision({4: b"yes"}, {7: "lost"}, (7,))
     message = AgreementMessage(
