@@ -31,7 +31,7 @@ class Costs:
         nbyte: Processor time on each side for a byte that the store receives or sends.
         dial: Processor time on each side for a connection between ranks.
         message: Processor time on each side for a small message between ranks.
-        wakeup: Further processor time of a process for what arrives while it sleeps.
+        wakeup: Further processor time of a process for what arrives, after others have had its processor.
         latency: Time of a message on the way between two hosts.
         bandwidth: Bytes per second into and out of a host.
     """
@@ -74,15 +74,14 @@ class ClusterProcess:
         self.used = 0.0
         """The processor time that it has used."""
 
-    @property
-    def wakeup(self) -> float:
-        """The processor time for which it wakes up, if it sleeps."""
-        return self._cluster.costs.wakeup if self._busy < self._cluster.now() else 0.0
+    def work(self, seconds: float, wakeup: float = 0.0) -> float:
+        """Use a processor for some seconds from now, after earlier work; return when that is done.
 
-    def work(self, seconds: float) -> float:
-        """Use a processor for some seconds from now, after earlier work; return when that is done."""
-        processors, seconds = self.host.processors, seconds * self.slowness
+        It takes ``wakeup`` more if the process has slept, or others have had the processor in between.
+        """
+        processors = self.host.processors
         begun = max(self._cluster.now(), self._busy, processors[0])
+        seconds = (seconds + wakeup * (begun > self._busy)) * self.slowness
         self._busy = begun + seconds
         self.used += seconds
         heapq.heapreplace(processors, self._busy)
@@ -103,7 +102,7 @@ class ClusterProcess:
         """
 
         def receive() -> None:
-            self._cluster.at(to.work(their + to.wakeup), finish)
+            self._cluster.at(to.work(their, self._cluster.costs.wakeup), finish)
 
         def finish() -> None:
             if not to.is_silent:

@@ -177,7 +177,7 @@ class _World:
         first = size // 2 // per_host * per_host
         rack = range(first, min(size, first + per_host * max(1, min(_RACK, size // per_host // 4))))
         outcome.stopped_known, outcome.stopped_regroup = await self._lose([size // 2], _STOPPED)
-        if len(rack) < size // 2 :
+        if len(rack) < size // 2:
             outcome.rack_known, outcome.rack_regroup = await self._lose(rack)
             outcome.cut_known, outcome.cut_regroup = await self._lose(rack, _CUT_OFF)
         return outcome

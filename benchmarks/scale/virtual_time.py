@@ -4,58 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import heapq
 import selectors
-from collections.abc import Callable, Coroutine
-from contextvars import Context
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 class _Idle(selectors.DefaultSelector):
-    """A selector that does not wait: it calls a function when nothing is left to run."""
+    """A selector that does not wait: it adds what it should have waited to ``now``."""
 
-    def __init__(self, pass_time: Callable[[], None]) -> None:
-        super().__init__()
-        self._pass_time = pass_time
+    now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout != 0:
-            self._pass_time()
-        return []
+        if timeout is None:
+            raise RuntimeError("all simulated ranks wait for each other")
+        self.now += max(0.0, timeout)
+        return super().select(0.0)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     """The event loop. It has no use for sockets or other threads: nothing outside can happen at a virtual time."""
 
     def __init__(self) -> None:
-        self._now, self._number = 0.0, 0
-        # Pairs of numbers are compared in C, and asyncio's own timers in Python, which would take half of the time.
-        self._later: list[tuple[float, int, asyncio.TimerHandle]] = []
-        super().__init__(_Idle(self._pass_time))
+        self._idle = _Idle()
+        super().__init__(self._idle)
 
     def time(self) -> float:
-        return self._now
-
-    def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
-        self._number += 1
-        heapq.heappush(self._later, (when, self._number, handle))
-        return handle
-
-    def _pass_time(self) -> None:
-        """Go to the time of the next calls, and make them ready."""
-        later, ready = self._later, self._ready  # type: ignore[attr-defined]
-        while later and not ready:
-            self._now = max(self._now, later[0][0])
-            while later and later[0][0] <= self._now:
-                if not (handle := heapq.heappop(later)[2]).cancelled():
-                    ready.append(handle)
-        if not ready:
-            raise RuntimeError("all simulated ranks wait for each other")
+        return self._idle.now
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:

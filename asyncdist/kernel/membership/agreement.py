@@ -41,9 +41,9 @@ lost too.
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise, takewhile
 from typing import cast
 
 from asyncdist.kernel.membership.messages import AgreementKind, AgreementMessage, Ballot, Decision, MemberEnd
@@ -145,14 +145,13 @@ class Agreement:
 
         A member that has promised reaches the coordinator, which so learns of its end itself.
         """
-        if self.coordinates and not self.is_over:
-            return {each: why for each, why in self._accusations.items() if self.shuns(each) and not self.holds_lost(each)}
-        accused = {}
-        for each in self.awaited:
-            after = (other for other in self.members[self.places[each] :] if not self.holds_lost(other))
-            found = itertools.takewhile(self._accusations.__contains__, after)
-            accused = {other: self._accusations[other] for other in itertools.islice(found, None if self.is_large else 1)}
-        return accused
+        if self.is_over or self._followed is None:
+            return {}
+        found: Iterable[int] = self._accusations
+        if not self.coordinates:
+            after = (each for each in self.members[self.places[self._followed] :] if each not in self._lost)
+            found = islice(takewhile(found.__contains__, after), None if self.is_large else 1)
+        return {each: self._accusations[each] for each in found if self.shuns(each) and each not in self._lost}
 
     @property
     def excluded(self) -> dict[int, str]:
@@ -166,11 +165,6 @@ class Agreement:
     def shuns(self, member: int) -> bool:
         """Return whether this or another member holds a member lost, from which this one has no promise."""
         return member in self._lost or (member in self._accusations and member not in self._promises)
-
-    @property
-    def num_lost(self) -> int:
-        """The number of members that this one holds lost."""
-        return len(self._lost)
 
     def take_outbox(self) -> list[tuple[list[int], AgreementMessage]]:
         """Return and remove the messages to send, each with its receivers."""
@@ -434,6 +428,6 @@ class _Positions(Mapping[int, int]):
 
 
 def _positions_of(members: Sequence[int]) -> Mapping[int, int]:
-    if len(members) > DEGREE and (isinstance(members, range) or all(one < other for one, other in itertools.pairwise(members))):
+    if len(members) > DEGREE and (isinstance(members, range) or all(one < other for one, other in pairwise(members))):
         return _Positions(members)
     return {each: place for place, each in enumerate(members)}

@@ -18,7 +18,6 @@ In a group of at most `DEGREE` members a packet is a message, which goes straigh
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -142,7 +141,7 @@ class Courier:
         if agreement.decision is not None and AgreementMessage.unpack(letter.body).kind == AgreementKind.PROMISE:
             agreement.answer([self._members[sender] for sender in letter.senders])
         else:
-            route = _straight if letter.is_straight else self._next
+            route = (lambda to: to) if letter.is_straight else self._next
             self._post(letter.senders, receivers, letter.body, letter.is_straight, route)
 
     def ask(self) -> None:
@@ -150,10 +149,10 @@ class Courier:
 
         Otherwise they wait until they find it out, one relay after the other.
         """
-        agreement = self.agreement
-        if not agreement.coordinates or agreement.num_lost == self._told_lost:
+        agreement, num_lost = self.agreement, len(self.agreement.excluded)
+        if not agreement.coordinates or num_lost == self._told_lost:
             return
-        self._told_lost = agreement.num_lost
+        self._told_lost = num_lost
         sizes, asked = self._sizes[1:-1], set[int]()
         for member in agreement.awaited:
             place = agreement.places[member]
@@ -199,7 +198,7 @@ class Courier:
         for members, message in self.agreement.take_outbox():
             receivers, body = [places[member] for member in members], message.pack()
             if back_to is not None and set(receivers) <= set(back_to[1].senders):
-                self._post((self._own,), receivers, body, back_to[1].is_straight, functools.partial(_to, back_to[0]))
+                self._post((self._own,), receivers, body, back_to[1].is_straight, lambda to: back_to[0])
             else:
                 self._post((self._own,), receivers, body, repeated, route)
 
@@ -325,11 +324,3 @@ class Courier:
         awaited = agreement.awaited if agreement.coordinates else []
         first = self._repeats * _FEW % max(1, len(awaited))
         return [self._members[each] for each in next_ones] + awaited[first : first + _FEW]
-
-
-def _straight(to: int) -> int:
-    return to
-
-
-def _to(peer: int, to: int) -> int:
-    return peer
