@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isnan
 from pathlib import Path
 from statistics import median
@@ -18,8 +18,9 @@ import click
 from asyncdist.cli.page import Column, Grid, duration
 from benchmarks.benchmark import COUNTS, Benchmark, option
 from benchmarks.grid import FIGURE, Case, GridReport, Target, figure_within, yes_or_no
-from benchmarks.scale.measured import RealWorld, crowded_costs, measured_costs, real_world
-from benchmarks.scale.simulation import DOWNTIME, SLOWNESS, Outcome, Shape, simulate
+from benchmarks.scale.cluster import Shape
+from benchmarks.scale.measured import MANY, RealWorld, measured_costs, real_world
+from benchmarks.scale.simulation import DOWNTIME, SLOWNESS, Loss, Outcome, simulate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,13 +71,9 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
     has_picture = True
 
     def measure(self) -> Iterator[Case]:
-        parts = self.plan.parts
-        if "tasks" in parts:
-            yield from self._tasks()
-        if "processes" in parts:
-            yield from self._processes()
-        if "simulation" in parts:
-            yield from self._simulation()
+        for part, measure in zip(self.parts, (self._tasks, self._processes, self._simulation), strict=True):
+            if part in self.plan.parts:
+                yield from measure()
 
     def _tasks(self) -> Iterator[Case]:
         cases = {size: Case("tasks", f"{size}") for size in self.plan.ranks}
@@ -98,9 +95,9 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
 
     def _processes(self) -> Iterator[Case]:
         self.laboratory.progress("the costs of a process")
-        costs = {transport: crowded_costs(self.laboratory, transport) for transport in ("shm,tcp", "tcp")}
+        measured = {each: measured_costs(self.laboratory, each, crowded=True) for each in ("shm,tcp", "tcp")}
         for size in self.plan.processes:
-            for transport in costs:
+            for transport, (costs, turn) in measured.items():
                 worlds: list[RealWorld] = []
                 case = Case("processes", f"{size}", facts={"transport": transport})
                 for number in range(self.plan.rounds):
@@ -109,14 +106,14 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
                     first, *later = (step.seconds for step in world.barriers)
                     case.add(_WHO, world.start.seconds, first=first, later=median(later))
                 shape = Shape(size, size, os.cpu_count() or 1, memory=transport != "tcp")
-                turn = median(world.turn for world in worlds)
-                case.add(_SIMULATED, **_samples(simulate(shape, costs[transport](size, turn))))
+                longer = max(0.0, median(world.turn for world in worlds) - turn) if size > MANY else 0.0
+                case.add(_SIMULATED, **_samples(simulate(shape, replace(costs, wakeup=longer))))
                 case.targets = [Target(_MOST_OFF, _off, lambda value: f"a factor of {value:g}")]
                 yield case
 
     def _simulation(self) -> Iterator[Case]:
         self.laboratory.progress("the costs of a process")
-        costs = measured_costs(self.laboratory, "shm,tcp")
+        costs, _ = measured_costs(self.laboratory, "shm,tcp", crowded=False)
         for size in self.plan.simulated:
             self.laboratory.progress(f"{size} simulated ranks")
             case = Case("simulation", f"{size:,}", facts={"costs": asdict(costs)})
@@ -127,10 +124,8 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
     def tables(cls, report: GridReport[ScalePlan]) -> tuple[list[str], list[Grid]]:
         plan = report.plan
         about = [report.about(f"tasks over {plan.transport}, {plan.rounds} rounds")]
-        grids = []
-        for part, (title, caption, columns) in _TABLES.items():
-            if cases := report.of(part):
-                grids.append(Grid.of(title, columns, cases, caption=caption))
+        grids = [Grid.of(title, columns, report.of(part), caption=caption) for part, title, caption, columns in _TABLES]
+        grids = [grid for grid in grids if grid.rows]
         if cases := report.of("simulation"):
             costs = ", ".join(f"{name} {value:.3g}" for name, value in cases[0].facts["costs"].items())
             about.append(f"Simulated hosts have {plan.per_host} ranks. Seconds, and bytes per second: {costs}.")
@@ -157,7 +152,7 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
             axes.yaxis.set_major_formatter(EngFormatter(unit))
             axes.grid(color="#e4e4e4")
             axes.legend(frameon=False)
-        figure.suptitle(_TABLES[part][0])
+        figure.suptitle(next(title for of, title, *_ in _TABLES if of == part))
         return figure
 
 
@@ -167,8 +162,8 @@ _SECONDS = {
     "later": ("later barrier", "#e69f00", "v"),
 }
 _FAULTS = {
-    "known": ("a killed rank is known to all", "#cc79a7", "D"),
-    "regroup": ("regroup without it", "#009e73", "P"),
+    "killed_known": ("a killed rank is known to all", "#cc79a7", "D"),
+    "killed_regroup": ("regroup without it", "#009e73", "P"),
     "stopped_regroup": ("… without a stopped rank", "#0072b2", "o"),
     "rack_regroup": ("… without a killed rack", "#d55e00", "s"),
     "cut_regroup": ("… without a silent rack", "#e69f00", "v"),
@@ -178,8 +173,9 @@ _BYTES = {"sent": ("sent by the store", "#0072b2", "o"), "most_read": ("read by 
 
 
 def _samples(outcome: Outcome) -> dict[str, float]:
-    found = asdict(outcome)
-    return {"figure": found.pop("start"), **found}
+    found = {FIGURE if name == "start" else name: value for name, value in asdict(outcome).items()}
+    losses = {name: found.pop(name) for name, value in list(found.items()) if isinstance(value, Loss)}
+    return found | {f"{name}_{step}": value for name, loss in losses.items() for step, value in loss._asdict().items()}
 
 
 def _first_to_later(case: Case) -> float:
@@ -200,8 +196,12 @@ def _time(heading: str, quantity: str = FIGURE, who: str = _WHO) -> Column[Case]
     return heading, text
 
 
-def _loss(heading: str, which: str = "") -> Column[Case]:
-    (_, known), (_, regroup) = (_time("", f"{which}{step}", _SIMULATED) for step in ("known", "regroup"))
+def _simulated(heading: str, quantity: str = FIGURE) -> Column[Case]:
+    return _time(heading, quantity, _SIMULATED)
+
+
+def _loss(heading: str, which: str) -> Column[Case]:
+    (_, known), (_, regroup) = _simulated("", f"{which}_known"), _simulated("", f"{which}_regroup")
     return heading, lambda case: f"{known(case)} + {regroup(case)}"
 
 
@@ -214,8 +214,9 @@ _REACHED: list[Column[Case]] = [
     ("target", lambda case: ", ".join(map(str, case.targets))),
     ("reached", lambda case: yes_or_no(case) if case.targets else ""),
 ]
-_TABLES: dict[str, tuple[str, str, list[Column[Case]]]] = {
-    "tasks": (
+_TABLES: list[tuple[str, str, str, list[Column[Case]]]] = [
+    (
+        "tasks",
         "Ranks as tasks of one process",
         "processor: time of the whole process for the start, by its ranks; sent: bytes from rank 0's store; read: the "
         "most that a rank has read; memory: of the process after the barriers, by its ranks",
@@ -231,41 +232,50 @@ _TABLES: dict[str, tuple[str, str, list[Column[Case]]]] = {
             *_REACHED,
         ],
     ),
-    "processes": (
+    (
+        "processes",
         "Processes of this machine, and the simulation of them",
         "from the first process to the last",
         [
             _RANKS,
             ("over", lambda case: str(case.facts["transport"])),
             _time("start"),
-            _time("simulated\nstart", FIGURE, _SIMULATED),
+            _simulated("simulated\nstart"),
             _time("first\nbarrier", "first"),
-            _time("simulated\nfirst barrier", "first", _SIMULATED),
+            _simulated("simulated\nfirst barrier", "first"),
             _time("later\nbarrier", "later"),
-            _time("simulated\nlater barrier", "later", _SIMULATED),
+            _simulated("simulated\nlater barrier", "later"),
             *_REACHED,
         ],
     ),
-    "simulation": (
+    (
+        "simulation",
         "Simulated worlds",
-        f"slow: one rank needs {SLOWNESS:g} times the processor time; killed, stopped, rack killed or silent: until all "
-        "others know of it + until they have the new group; a rack has 32 hosts, or a quarter of all; store back: from the "
-        f"return of a store after {DOWNTIME:g} s until it serves all ranks again; busy: its processor time of these",
+        f"slow: one rank needs {SLOWNESS:g} times the processor time",
         [
             _RANKS,
-            _time("start", FIGURE, _SIMULATED),
-            _time("slow\nstart", "slow_start", _SIMULATED),
+            _simulated("start"),
+            _simulated("slow\nstart", "slow_start"),
             _nbytes("sent", "sent", _SIMULATED),
             _nbytes("read", "most_read", _SIMULATED),
-            _time("first\nbarrier", "first", _SIMULATED),
-            _time("later\nbarrier", "later", _SIMULATED),
-            _time("slow\nbarrier", "slow_barrier", _SIMULATED),
-            _loss("killed"),
-            _loss("stopped", "stopped_"),
-            _loss("rack\nkilled", "rack_"),
-            _loss("rack\nsilent", "cut_"),
-            _time("store\nback", "back", _SIMULATED),
-            _time("busy", "busy", _SIMULATED),
+            _simulated("first\nbarrier", "first"),
+            _simulated("later\nbarrier", "later"),
+            _simulated("slow\nbarrier", "slow_barrier"),
         ],
     ),
-}
+    (
+        "simulation",
+        "Faults of simulated worlds",
+        "until all others know of it + until they have the new group; a rack has 32 hosts, or a quarter; store back: "
+        f"from the return of a store after {DOWNTIME:g} s until it serves all ranks; busy: its processor time of these",
+        [
+            _RANKS,
+            _loss("rank killed", "killed"),
+            _loss("rank stopped", "stopped"),
+            _loss("rack killed", "rack"),
+            _loss("rack silent", "cut"),
+            _simulated("store back", "back"),
+            _simulated("busy", "busy"),
+        ],
+    ),
+]

@@ -70,9 +70,8 @@ class ClusterProcess:
 
     def __init__(self, cluster: Cluster, host: ClusterHost) -> None:
         self._cluster, self.host, self._busy, self.is_silent = cluster, host, 0.0, False
-        self.slowness = 1.0
-        self.used = 0.0
-        """The processor time that it has used."""
+        self.slowness, self.used = 1.0, 0.0
+        """The factor of its processor time, and the processor time that it has used."""
 
     def work(self, seconds: float, wakeup: float = 0.0) -> float:
         """Use a processor for some seconds from now, after earlier work; return when that is done.
@@ -111,19 +110,24 @@ class ClusterProcess:
         self._cluster.at(self._cluster.carried(self.host, to.host, nbytes, self.work(own)), receive)
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The processes of a cluster and its hosts; with ``memory`` the processes of a host share memory."""
+
+    size: int
+    per_host: int = 8
+    processors: int = 64
+    memory: bool = True
+
+
 class Cluster:
-    """Hosts with equally many processes, in order.
+    """Hosts with equally many processes, in order."""
 
-    Args:
-        processors: The processors of a host.
-        per_host: The processes of a host.
-    """
-
-    def __init__(self, size: int, per_host: int, processors: int, costs: Costs) -> None:
+    def __init__(self, shape: Shape, costs: Costs) -> None:
         loop = asyncio.get_running_loop()
-        self.now, self.at, self.costs, self.per_host = loop.time, loop.call_at, costs, per_host
-        self.hosts = [ClusterHost(processors) for _ in range(-(-size // per_host))]
-        self.processes = [ClusterProcess(self, self.hosts[rank // per_host]) for rank in range(size)]
+        self.now, self.at, self.costs, self.per_host = loop.time, loop.call_at, costs, shape.per_host
+        self.hosts = [ClusterHost(shape.processors) for _ in range(-(-shape.size // shape.per_host))]
+        self.processes = [ClusterProcess(self, self.hosts[rank // shape.per_host]) for rank in range(shape.size)]
         self.sent = 0
         """The bytes of all messages."""
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from benchmarks.laboratory import Laboratory, hear_all
-from benchmarks.scale.cluster import Costs
-from benchmarks.scale.simulation import Shape, used_by_start
+from benchmarks.scale.cluster import Costs, Shape
+from benchmarks.scale.simulation import start
+from benchmarks.scale.virtual_time import run
 
 CONNECTIONS, REQUESTS, READ_NBYTES = 64, 2048, 16 * (4 << 20)
 """The connections and requests of the client of the measured store, and the bytes that it reads."""
-_FEW, _MANY = 2, 32
+FEW, MANY = 2, 32
 """The ranks of the worlds in which the processor time of a rank is measured."""
 _BARRIERS = 8
 _PATIENCE = 900.0
@@ -47,7 +47,7 @@ class Step:
     processor: float
 
 
-def real_world(laboratory: Laboratory, size: int, transport: str, barriers: int = 2) -> RealWorld:
+def real_world(laboratory: Laboratory, size: int, transport: str, barriers: int = 4) -> RealWorld:
     """Start a world of processes on this machine, and let it pass barriers and a token."""
     where = laboratory.world()
     settings: dict[str, Any] = {"ASYNCDIST_TRANSPORT": transport, **_NO_SPINNING}
@@ -64,52 +64,40 @@ def real_world(laboratory: Laboratory, size: int, transport: str, barriers: int 
     for each in ranks:
         each.wait(_PATIENCE)
     laboratory.clear()
-    start, *passed, _ = steps
-    return RealWorld(start, passed, (ended[0] - begun[0]) / size)
+    first, *passed, _ = steps
+    return RealWorld(first, passed, (ended[0] - begun[0]) / size)
 
 
-def crowded_costs(laboratory: Laboratory, transport: str) -> Callable[[int, float], Costs]:
-    """Return a function of the size of a world on this machine, and of the time of a turn in it, that returns the costs.
-
-    The more processes take turns, the longer does each need when it wakes up, because its data have left the caches.
-    """
-    costs, turn = _measured(laboratory, transport, crowded=True)
-    return lambda size, longer: replace(costs, wakeup=max(0.0, longer - turn) if size > _MANY else 0.0)
-
-
-def measured_costs(laboratory: Laboratory, transport: str) -> Costs:
-    """Return what processes of this machine need that have a processor each."""
-    return _measured(laboratory, transport, crowded=False)[0]
-
-
-def _measured(laboratory: Laboratory, transport: str, *, crowded: bool) -> tuple[Costs, float]:
+def measured_costs(laboratory: Laboratory, transport: str, *, crowded: bool) -> tuple[Costs, float]:
     """Return what processes of this machine need, with the network of `Costs`.
 
     Args:
         transport: The transports of the ranks.
         crowded: Whether many ranks share a processor, so that each message has its share of what the system needs to pass a
-            processor from one to another.
+            processor from one to another. Otherwise they have a processor each.
 
     Returns:
-        The costs, and the time that a process of the largest measured world needs for its turn.
+        The costs, and the time that a process of the largest measured world needs for its turn. The more processes take
+        turns, the longer does each need when it wakes up, because its data have left the caches.
     """
     costs = _with_store(laboratory, Costs())
     memory = transport != "tcp"
-    few, many = (real_world(laboratory, size, transport, _BARRIERS) for size in (_FEW, _MANY))
-    none = replace(costs, start=0, neighbour=0)
-    start = max(0.0, few.start.processor - used_by_start(Shape(_FEW, memory=memory), none))
-    costs = replace(costs, start=start, neighbour=0.0)
-    grown = many.start.processor - used_by_start(Shape(_MANY, _MANY, memory=memory), costs)
-    costs = replace(costs, neighbour=max(0.0, grown) / (_MANY - 1))
-    size, world = (_FEW, few)
+    few, many = (real_world(laboratory, size, transport, _BARRIERS) for size in (FEW, MANY))
+    costs = replace(costs, start=0, neighbour=0)
+    _, used = run(start(Shape(FEW, memory=memory), costs))
+    costs = replace(costs, start=max(0.0, few.start.processor - used))
+    _, used = run(start(Shape(MANY, MANY, memory=memory), costs))
+    grown = many.start.processor - used
+    costs = replace(costs, neighbour=max(0.0, grown) / (MANY - 1))
+    size, world = (FEW, few)
     if crowded:
-        size, world = _MANY, many
+        size, world = MANY, many
         # The system's own time, and that for which a processor waits.
-        costs = replace(costs, start=costs.start + max(0.0, _share(many.start, _MANY) - many.start.processor))
+        costs = replace(costs, start=costs.start + max(0.0, _share(many.start, MANY) - many.start.processor))
     if memory:
         _, later = _barriers(world, size, crowded)
-        (cold, _), (grown, _) = _barriers(few, _FEW, crowded), _barriers(many, _MANY, crowded)
-        mapping = max(0.0, grown - cold) / (_MANY - _FEW)
+        (cold, _), (grown, _) = _barriers(few, FEW, crowded), _barriers(many, MANY, crowded)
+        mapping = max(0.0, grown - cold) / (MANY - FEW)
         costs = replace(costs, wake=later / (size - 1), map=mapping, cold=max(0.0, cold - mapping))
         world = real_world(laboratory, size, "tcp", _BARRIERS)
     # A rank of a dissemination sends and receives in each round, always over another connection.

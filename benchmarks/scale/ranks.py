@@ -9,10 +9,10 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -25,22 +25,28 @@ from asyncdist.store.server.server import StoreServer
 from asyncdist.testing.cluster import world_of
 from benchmarks.laboratory import HOST
 
+P = ParamSpec("P")
 _RECEIVED = struct.Struct("128xQ")
 """The bytes that a TCP socket has received in order, in Linux's ``struct tcp_info``."""
 _TIMEOUT = 600.0
 _VALUE_NBYTES, _READS = 4 << 20, 16
 
 
-def meet(test: Connection, transport: str, size: int, barriers: int) -> None:
+def _process(program: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Make a process of a coroutine function."""
+
+    def process(*args: P.args, **kwargs: P.kwargs) -> None:
+        torch.set_num_threads(1)
+        asyncio.run(program(*args, **kwargs))
+
+    return process
+
+
+@_process
+async def meet(test: Connection, transport: str, size: int, barriers: int) -> None:
     """Open a world of ``size`` ranks, pass barriers, and send what that took."""
-    torch.set_num_threads(1)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    test.send(asyncio.run(_meet(transport, size, barriers)))
-    test.recv()
-
-
-async def _meet(transport: str, size: int, barriers: int) -> dict[str, float]:
     async with world_of(2, transport=transport, timeout=_TIMEOUT) as first:
         await _barrier(first)  # what the first world of a process makes for all
     before, began, used = _resident(), time.perf_counter(), time.process_time()
@@ -55,7 +61,8 @@ async def _meet(transport: str, size: int, barriers: int) -> dict[str, float]:
         times = [await _barrier(groups) for _ in range(barriers)]
         found |= {"first": times[0], "later": sorted(times[1:])[len(times[1:]) // 2]}
         found["memory"] = (_resident() - before) / size
-    return found
+    test.send(found)
+    await asyncio.to_thread(test.recv)
 
 
 async def _barrier(groups: Sequence[Group]) -> float:
@@ -85,27 +92,21 @@ def _resident() -> int:
 # -- real processes -------------------------------------------------------------------------------------
 
 
-def serve(test: Connection) -> None:
+@_process
+async def serve(test: Connection) -> None:
     """Serve a store, and send the processor time that it has used whenever the test asks."""
-    asyncio.run(_serve(test))
-
-
-async def _serve(test: Connection) -> None:
     async with await StoreServer.start(HOST, 0, token=Config.from_environment().token) as server:
         test.send(server.port)
         while (await asyncio.to_thread(test.recv)) != "end":
             test.send(time.process_time())
 
 
-def ask(test: Connection, port: int, connections: int, requests: int) -> None:
+@_process
+async def ask(test: Connection, port: int, connections: int, requests: int) -> None:
     """Use a store in five phases, and send the processor time that each has taken.
 
     The clients connect one after the other, and then at the same time, as those of a large world do; so they ask, too.
     """
-    asyncio.run(_ask(test, port, connections, requests))
-
-
-async def _ask(test: Connection, port: int, connections: int, requests: int) -> None:
     clients: list[AsyncStore] = []
     config = Config.from_environment()
 
@@ -143,15 +144,11 @@ async def _ask(test: Connection, port: int, connections: int, requests: int) -> 
     test.recv()
 
 
-def be_rank(test: Connection, where: str, rank: int, size: int, barriers: int) -> None:
+@_process
+async def be_rank(test: Connection, where: str, rank: int, size: int, barriers: int) -> None:
     """Join a world, pass barriers and then a token when the test says so; send when each began and ended, and its
     processor time.
     """
-    torch.set_num_threads(1)
-    asyncio.run(_be_rank(test, where, rank, size, barriers))
-
-
-async def _be_rank(test: Connection, where: str, rank: int, size: int, barriers: int) -> None:
     async with world_of(1, transport="shm,tcp"):  # what the first world of a process makes for all
         test.send("ready")
     meet_others: Any = functools.partial(

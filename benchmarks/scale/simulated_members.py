@@ -140,7 +140,7 @@ class SimulatedMember:
     def watch(self, peer: int) -> None:
         """Connect to a peer, which fails if its process has ended."""
         if peer in self._members.of:
-            if not self._is_connected(peer):
+            if not self.hears(peer):
                 self._members.send(self.rank, peer, 0, _ignore)
         elif peer in self.lost_peers:
             return
@@ -152,7 +152,7 @@ class SimulatedMember:
             self._cluster.at(dialled + 2 * self._cluster.costs.latency, self.lose_after_reading, peer, ENDED)
 
     def hears(self, peer: int) -> bool:
-        return self._is_connected(peer) and peer in self._members.of
+        return peer in self._members.of and (min(self.rank, peer), max(self.rank, peer)) in self._members.connected
 
     def has_ended(self, peer: int) -> bool:
         per_host = self._cluster.per_host
@@ -163,9 +163,6 @@ class SimulatedMember:
         if peer not in self.lost_peers:
             self.lost_peers[peer] = PeerLostError(peer, reason)
             self.agreements.on_loss(peer)
-
-    def _is_connected(self, peer: int) -> bool:
-        return (min(self.rank, peer), max(self.rank, peer)) in self._members.connected
 
 
 def _ignore(*what: object) -> None:

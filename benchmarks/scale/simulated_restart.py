@@ -15,7 +15,7 @@ from asyncdist.net.listening import BACKLOG
 from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.server.accept import PendingConnection
 from asyncdist.store.server.server import StoreServer
-from benchmarks.scale.cluster import Cluster, ClusterHost, ClusterProcess
+from benchmarks.scale.cluster import Cluster, ClusterHost, ClusterProcess, Costs, Shape
 
 _PORT, _KEY = 1, "released"
 _LOOK = 0.01
@@ -25,13 +25,13 @@ _FIRST_REPEAT = 1.0
 _LATER = 1e6
 
 
-async def restart(cluster: Cluster, downtime: float) -> tuple[float, float]:
+async def restart(shape: Shape, costs: Costs, downtime: float) -> tuple[float, float]:
     """Let all ranks wait for a key of a store, which ends and returns.
 
     Returns:
         The seconds from its return until it serves all ranks again, and its processor time of these.
     """
-    loop, size = asyncio.get_running_loop(), len(cluster.processes)
+    loop, size, cluster = asyncio.get_running_loop(), shape.size, Cluster(shape, costs)
     store, config = _Store(cluster), Config().with_(store_max_connections=size + 1)
     with patch.object(loop, "create_connection", store.connect), patch("time.monotonic", loop.time):
         store.server = StoreServer(config, None, stays=True)

@@ -33,16 +33,13 @@ class SimulatedServer:
         self.pack = packer()
 
     def execute(self, client: SimulatedStore, number: int, command: Command[Any]) -> None:
+        costs = self.cluster.costs
         for reply in self.state.execute(client, number, *command):
-            self._answer(reply)
-
-    def _answer(self, reply: Reply) -> None:
-        client, costs = reply.client, self.cluster.costs
-        nbytes = _FRAME_NBYTES + weight((reply.value,))
-        self.sent += nbytes
-        client.nbytes += nbytes
-        moving = nbytes * costs.nbyte
-        self.process.send(client.process, nbytes, moving, costs.answer / 2 + moving, client.answered, reply)
+            to, nbytes = reply.client, _FRAME_NBYTES + weight((reply.value,))
+            self.sent += nbytes
+            to.nbytes += nbytes
+            moving = nbytes * costs.nbyte
+            self.process.send(to.process, nbytes, moving, costs.answer / 2 + moving, to.answered, reply)
 
 
 class SimulatedStore(AsyncStoreBase):
@@ -75,10 +72,8 @@ class SimulatedStore(AsyncStoreBase):
 
     def _send(self, command: Command[Any]) -> int:
         self._last += 1
-        costs, nbytes = (
-            self.server.cluster.costs,
-            HEADER_NBYTES + len(self.server.pack((self._last, *command[:1], *command.args))),
-        )
+        costs = self.server.cluster.costs
+        nbytes = HEADER_NBYTES + len(self.server.pack((self._last, *command[:1], *command.args)))
         moving = nbytes * costs.nbyte
         self.process.send(
             self.server.process, nbytes, costs.answer / 2 + moving, costs.request + moving,

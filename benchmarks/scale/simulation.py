@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 from asyncdist.base.deadline import Deadline
@@ -31,7 +31,7 @@ from asyncdist.rendezvous.join import Found, WorldSpec, join_world
 from asyncdist.rendezvous.pages import Pages
 from asyncdist.rendezvous.record_store import AddressRecord
 from asyncdist.rendezvous.session import RendezvousSession, TimeLimit
-from benchmarks.scale.cluster import Cluster, Costs
+from benchmarks.scale.cluster import Cluster, Costs, Shape
 from benchmarks.scale.simulated_members import SimulatedMembers
 from benchmarks.scale.simulated_restart import restart
 from benchmarks.scale.simulated_store import SimulatedServer, SimulatedStore
@@ -55,6 +55,16 @@ _host: ContextVar[int] = ContextVar("_host")
 """The host on which the current task runs."""
 
 
+class Loss(NamedTuple):
+    """The seconds from a loss until all others know of it, and from then until they have the new group."""
+
+    known: float
+    regroup: float
+
+
+_UNKNOWN = Loss(math.nan, math.nan)
+
+
 @dataclass(slots=True)
 class Outcome:
     """What a simulated world took, in virtual seconds and bytes; NaN for what was not simulated.
@@ -65,16 +75,12 @@ class Outcome:
         most_read: The most of them that one rank has read.
         first: The first barrier, for which connections are opened.
         later: A later one.
-        known: From the end of a rank until all others know of it.
-        regroup: From then until all have the new group.
-        stopped_known: The same for a rank that is stopped, …
-        stopped_regroup: …
-        rack_known: … for a rack whose processes all end, …
-        rack_regroup: …
-        cut_known: … and for one that falls silent.
-        cut_regroup: …
         slow_start: The start if one rank needs more processor time.
         slow_barrier: A later barrier, if it does.
+        killed: The loss of a rank that ends, …
+        stopped: … of one that is stopped, …
+        rack: … of a rack whose processes all end, …
+        cut: … and of one that falls silent.
         back: From the return of a store until all its clients are served again.
         busy: The processor time of the store until then.
     """
@@ -84,28 +90,14 @@ class Outcome:
     most_read: float = math.nan
     first: float = math.nan
     later: float = math.nan
-    known: float = math.nan
-    regroup: float = math.nan
-    stopped_known: float = math.nan
-    stopped_regroup: float = math.nan
-    rack_known: float = math.nan
-    rack_regroup: float = math.nan
-    cut_known: float = math.nan
-    cut_regroup: float = math.nan
     slow_start: float = math.nan
     slow_barrier: float = math.nan
+    killed: Loss = _UNKNOWN
+    stopped: Loss = _UNKNOWN
+    rack: Loss = _UNKNOWN
+    cut: Loss = _UNKNOWN
     back: float = math.nan
     busy: float = math.nan
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The world and its hosts; with ``memory`` the ranks of a host share memory."""
-
-    size: int
-    per_host: int = 8
-    processors: int = 64
-    memory: bool = True
 
 
 def simulate(shape: Shape, costs: Costs, *, faults: bool = False) -> Outcome:
@@ -114,49 +106,33 @@ def simulate(shape: Shape, costs: Costs, *, faults: bool = False) -> Outcome:
     async def live() -> Outcome:
         return await _World(shape, costs).live(faults)
 
-    async def start_slowly() -> float:
-        world = _World(shape, costs)
-        world.slow(shape.size // 2)
-        await world.meet()
-        return asyncio.get_running_loop().time()
-
-    async def return_store() -> tuple[float, float]:
-        return await restart(Cluster(shape.size, shape.per_host, shape.processors, costs), DOWNTIME)
-
     outcome = run(live())
     if faults:
-        outcome.slow_start = run(start_slowly())
-        outcome.back, outcome.busy = run(return_store())
+        outcome.slow_start, _ = run(start(shape, costs, is_slow=True))
+        outcome.back, outcome.busy = run(restart(shape, costs, DOWNTIME))
     return outcome
 
 
-def used_by_start(shape: Shape, costs: Costs) -> float:
-    """Return the processor time that a rank uses for its start, on average."""
-
-    async def start() -> float:
-        world = _World(shape, costs)
-        await world.meet()
-        return world.used / shape.size
-
-    return run(start())
+async def start(shape: Shape, costs: Costs, *, is_slow: bool = False) -> tuple[float, float]:
+    """Return the seconds of a start, of which one rank may be slow, and the processor time of a rank on average."""
+    world = _World(shape, costs)
+    if is_slow:
+        world.slow(shape.size // 2)
+    await world.meet()
+    return world.cluster.now(), sum(process.used for process in world.cluster.processes) / shape.size
 
 
 class _World:
     def __init__(self, shape: Shape, costs: Costs) -> None:
         self._shape, self._costs = shape, costs
         self._connected: set[tuple[int, int]] = set()
-        self._cluster = Cluster(shape.size, shape.per_host, shape.processors, costs)
-        self._server, self._stores = SimulatedServer(self._cluster), list[SimulatedStore]()
+        self.cluster = Cluster(shape, costs)
+        self._server, self._stores = SimulatedServer(self.cluster), list[SimulatedStore]()
         self._pages: dict[int, Pages] = {}
-
-    @property
-    def used(self) -> float:
-        """The processor time of all ranks together."""
-        return sum(process.used for process in self._cluster.processes)
 
     def slow(self, rank: int, factor: float = SLOWNESS) -> None:
         """Let a rank need more processor time from now on."""
-        self._cluster.processes[rank].slowness = factor
+        self.cluster.processes[rank].slowness = factor
 
     async def live(self, faults: bool) -> Outcome:
         """Return what the world took."""
@@ -165,27 +141,24 @@ class _World:
         outcome.sent, outcome.most_read = self._server.sent, max(store.nbytes for store in self._stores)
         outcome.first = await self._timed(self._barrier(is_first=True))
         outcome.later = await self._timed(self._barrier())
-        if (size := self._shape.size) <= 2:
-            return outcome
-        outcome.known, outcome.regroup = await self._lose([size // 2])
-        if not faults:
-            return outcome
-        self.slow(size // 2)
-        outcome.slow_barrier = await self._timed(self._barrier())
-        self.slow(size // 2, 1.0)
-        per_host = self._shape.per_host
+        size, per_host = self._shape.size, self._shape.per_host
+        if faults:
+            self.slow(size // 2)
+            outcome.slow_barrier = await self._timed(self._barrier())
+            self.slow(size // 2, 1.0)
         first = size // 2 // per_host * per_host
         rack = range(first, min(size, first + per_host * max(1, min(_RACK, size // per_host // 4))))
-        outcome.stopped_known, outcome.stopped_regroup = await self._lose([size // 2], _STOPPED)
-        if len(rack) < size // 2:
-            outcome.rack_known, outcome.rack_regroup = await self._lose(rack)
-            outcome.cut_known, outcome.cut_regroup = await self._lose(rack, _CUT_OFF)
+        one = range(size // 2, size // 2 + 1)
+        losses = {"killed": (one, ENDED), "rack": (rack, ENDED), "cut": (rack, _CUT_OFF), "stopped": (one, _STOPPED)}
+        for name, (lost, how) in losses.items():
+            if 2 * len(lost) < size and (faults or name == "killed"):
+                setattr(outcome, name, await self._lose(lost, how))
         return outcome
 
     async def _timed(self, coroutine: Coroutine[Any, Any, None]) -> float:
-        begun = self._cluster.now()
+        begun = self.cluster.now()
         await coroutine
-        return self._cluster.now() - begun
+        return self.cluster.now() - begun
 
     # -- the start -------------------------------------------------------------------------------
 
@@ -200,7 +173,7 @@ class _World:
     async def _join(self, rank: int) -> None:
         number = rank // self._shape.per_host
         _host.set(number)
-        process, config = self._cluster.processes[rank], Config()
+        process, config = self.cluster.processes[rank], Config()
         await process.worked(self._costs.start)
         limit = TimeLimit(_LONG, Deadline.after(_LONG))
         world = WorldSpec("simulated", rank, self._shape.size, config, limit)
@@ -239,7 +212,7 @@ class _World:
 
         A rank that does not know the address of the other reads it first.
         """
-        one, other, costs = self._cluster.processes[sender], self._cluster.processes[receiver], self._costs
+        one, other, costs = self.cluster.processes[sender], self.cluster.processes[receiver], self._costs
         pair, nbytes = (min(sender, receiver), max(sender, receiver)), _HEADER_NBYTES + nbytes
 
         def deliver() -> None:
@@ -263,48 +236,48 @@ class _World:
         shape, costs = self._shape, self._costs
         mates = min(shape.per_host, shape.size) - 1 if shape.memory else 0
         before = mates * costs.wake / 2 + (costs.cold + mates * costs.map) * is_first * bool(mates)
-        await asyncio.gather(*(process.worked(before) for process in self._cluster.processes))
+        await asyncio.gather(*(process.worked(before) for process in self.cluster.processes))
         ranks = range(0, shape.size, shape.per_host if shape.memory else 1)
         if len(ranks) > 1:
             await _Barrier(self, ranks).done
-        await asyncio.gather(*(process.worked(mates * costs.wake / 2) for process in self._cluster.processes))
+        await asyncio.gather(*(process.worked(mates * costs.wake / 2) for process in self.cluster.processes))
 
     # -- the loss of a rank ------------------------------------------------------------------------
 
-    async def _lose(self, lost: Collection[int], how: str = ENDED) -> tuple[float, float]:
-        """Lose ranks for a while; return the seconds until all others know of it, and until they have regrouped.
+    async def _lose(self, lost: Collection[int], how: str) -> Loss:
+        """Lose ranks for a while, until all others have regrouped.
 
         An end is seen by the ranks of the host, and by those that are connected to it. They miss the heartbeats of others.
         """
-        connected, processes = self._connected.copy(), self._cluster.processes
+        connected, processes = self._connected.copy(), self.cluster.processes
         witnesses = self._witnesses(set(lost))
-        members = SimulatedMembers(self._cluster, self._connected, self.send, have_ended=how == ENDED)
+        members = SimulatedMembers(self.cluster, self._connected, self.send, have_ended=how == ENDED)
         self._informed, self._all_know = dict[int, object](), asyncio.get_running_loop().create_future()
         self._watchers = Watchers(
-            self._cluster, lost, witnesses if how != ENDED else {}, is_cut_off=how == _CUT_OFF, send=self.send,
+            self.cluster, lost, witnesses if how != ENDED else {}, is_cut_off=how == _CUT_OFF, send=self.send,
             lost=partial(self._notice, members),
         )  # fmt: skip
         members.watch = self._watchers.watch
         with self._watchers.running():
             self._watchers.silent_since = math.inf
             await asyncio.sleep(_UNDISTURBED * self._watchers.period)
-            self._watchers.silent_since = begun = self._cluster.now()
+            self._watchers.silent_since = begun = self.cluster.now()
             for rank in lost:
                 processes[rank].is_silent = True
             for witness, peers in witnesses.items() if how == ENDED else ():
                 members.seen[witness] = dict.fromkeys(peers, ENDED)
                 self._inform(witness, None, PeerLostError(min(peers), ENDED))
             await self._all_know
-            known = self._cluster.now()
+            known = self.cluster.now()
             assert set(self._informed.values()) <= set(lost)
             decision = await members.regroup()
             assert not decision.votes.keys() & set(lost)
             assert len(decision.votes) == self._shape.size - len(lost)
-            regrouped = self._cluster.now()
+            regrouped = self.cluster.now()
         for rank in lost:
             processes[rank].is_silent = False
         self._connected = connected
-        return known - begun, regrouped - known
+        return Loss(known - begun, regrouped - known)
 
     def _witnesses(self, lost: set[int]) -> dict[int, set[int]]:
         """Return the others that notice the loss of ranks, each with those of these that it watches."""
@@ -357,24 +330,22 @@ class _Barrier:
                 if isinstance(action, Send):
                     self._world.send(self._ranks[place], self._ranks[action.peer], 0, self._take, action.peer, place)
                 elif isinstance(action, Recv):
+                    self._arrived[place][action.peer] -= 1
                     self._awaited[place] = action.peer
-            if not self._has_arrived(place):
+            if self._waits(place):
                 return
         self._left -= 1
         if self._left == 0:
             self.done.set_result(None)
 
-    def _has_arrived(self, place: int) -> bool:
+    def _waits(self, place: int) -> bool:
         peer = self._awaited[place]
-        if peer is None or not self._arrived[place][peer]:
-            return peer is None
-        self._arrived[place][peer] -= 1
-        self._awaited[place] = None
-        return True
+        return peer is not None and self._arrived[place][peer] < 0
 
     def _take(self, place: int, sender: int) -> None:
+        waited = self._waits(place)
         self._arrived[place][sender] += 1
-        if self._awaited[place] == sender and self._has_arrived(place):
+        if waited and not self._waits(place):
             self._advance(place)
 
 

@@ -277,8 +277,6 @@ class Agreements:
         has_failed, waits_long = running.channel.error is not None, running.pause >= _ASK_AFTER
         if waits_long:
             running.courier.repeat(to_all=has_failed)
-        elif has_failed and not agreement.is_large:
-            agreement.ask()
         elif has_failed:
             running.courier.ask()
         if waits_long and (has_failed or agreement.is_large):

@@ -150,7 +150,7 @@ class Agreement:
         found: Iterable[int] = self._accusations
         if not self.coordinates:
             after = (each for each in self.members[self.places[self._followed] :] if each not in self._lost)
-            found = islice(takewhile(found.__contains__, after), None if self.is_large else 1)
+            found = islice(takewhile(self._accusations.__contains__, after), None if self.is_large else 1)
         return {each: self._accusations[each] for each in found if self.shuns(each) and each not in self._lost}
 
     @property
@@ -178,10 +178,10 @@ class Agreement:
         self._vote = vote
         self._advance()
 
-    def ask(self, members: Collection[int] | None = None) -> None:
-        """As the coordinator, ask the members that have not voted, or some others. Those that have quit answer so."""
+    def ask(self, members: Iterable[int]) -> None:
+        """As the coordinator, ask members for their votes. Those that have quit answer so."""
         if self.coordinates and not self.is_over and self._electorate is None:
-            self._send_to(self.awaited if members is None else members, self._prepare(self._promised))
+            self._send_to(members, self._prepare(self._promised))
 
     def repeat(self, *, to_all: bool = False) -> None:
         """Send again what others wait for, in case a message could not be sent.
@@ -195,7 +195,7 @@ class Agreement:
             everybody = to_all and not self.is_large
             self._send_to(self._present() if everybody else [self._followed], self._own_promise(self._promised))
         elif self._electorate is None:
-            self.ask()
+            self.ask(self.awaited)
         else:
             self._send_to(self.awaited, self._proposal())
 

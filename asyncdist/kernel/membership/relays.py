@@ -1,10 +1,10 @@
 """Carries the messages of agreements along a tree, so that no member of a large group talks to all others.
 
 The members are divided in their order into blocks of `DEGREE`, these into blocks of `DEGREE` blocks, and so on. The *relay*
-of a block is its first member that is not held lost, so the coordinator is the relay of all its blocks. A message climbs
-to the relay of the largest block that does not contain its receiver, crosses to the relay of the receiver's block of
-that size, and goes down to the receiver. Members with different views of who is lost pass no message on in a circle:
-positions descend while it climbs, and after it has crossed, only smaller blocks are left.
+of a block is its first member that nobody is known to hold lost, so the coordinator is the relay of all its blocks. A
+message climbs to the relay of the largest block that does not contain its receiver, crosses to the relay of the receiver's
+block of that size, and goes down to the receiver. Members with different views of who is lost pass no message on in a
+circle: positions descend while it climbs, and after it has crossed, only smaller blocks are left.
 
 A relay waits a little for the messages of the others in its block, and passes on equal ones as one, with all their
 senders. It reads only those for itself, and answers promises for others once it has decided. A relay is a member: if it
@@ -145,20 +145,18 @@ class Courier:
             self._post(letter.senders, receivers, letter.body, letter.is_straight, route)
 
     def ask(self) -> None:
-        """As the coordinator, tell members who is lost whose relay is, if more are since the last call: all that is known.
-
-        Otherwise they wait until they find it out, one relay after the other.
+        """As the coordinator, ask the members that have not voted; in a large group those whose relays are lost, after
+        further losses. They hear so who is lost. Otherwise they would find it out themselves, one relay after the other.
         """
-        agreement, num_lost = self.agreement, len(self.agreement.excluded)
-        if not agreement.coordinates or num_lost == self._told_lost:
-            return
-        self._told_lost = num_lost
-        sizes, asked = self._sizes[1:-1], set[int]()
-        for member in agreement.awaited:
-            place = agreement.places[member]
-            if any(agreement.holds_lost(self._members[place - place % size]) for size in sizes):
-                asked.update((place, *(self._relay(place, size) for size in sizes)))
-        agreement.ask([self._members[place] for place in sorted(asked)])
+        agreement, sizes, num_lost = self.agreement, self._sizes[1:-1], len(self.agreement.excluded)
+        if not agreement.is_large:
+            agreement.ask(agreement.awaited)
+        elif agreement.coordinates and num_lost != self._told_lost:
+            self._told_lost, asked = num_lost, set[int]()
+            for place in map(agreement.places.__getitem__, agreement.awaited):
+                if any(agreement.holds_lost(self._members[place - place % size]) for size in sizes):
+                    asked.update((place, *(self._relay(place, size) for size in sizes)))
+            agreement.ask([self._members[place] for place in sorted(asked)])
 
     def repeat(self, *, to_all: bool = False) -> None:
         """Repeat what others wait for (`Agreement.repeat`), by another way than the last time."""
@@ -295,16 +293,12 @@ class Courier:
 
         So a block of lost members is found in the logarithm of its size.
         """
-        found, num_lost, num_living = set[int](), 0, 0
-        for each in positions:
-            member = self._members[each]
-            if not self.agreement.holds_lost(member):
+        found, num_lost = set[int](), 0
+        for number, each in enumerate(positions, 1):
+            num_lost += self.agreement.shuns(self._members[each])
+            if not self.agreement.holds_lost(self._members[each]):
                 found.add(each)
-            if self.agreement.shuns(member):
-                num_lost += 1
-            else:
-                num_living += 1
-            if 0 < num_living >= num_lost:
+            if number - num_lost >= max(1, num_lost):
                 break
         return found
 
