@@ -141,7 +141,7 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
         part = next(part for part in reversed(cls.parts) if part in report.plan.parts)
         who = _SIMULATED if part == "simulation" else _WHO
         panels = [(_SECONDS, "s"), (_FAULTS, "s"), (_BYTES, "B")][: 3 if part == "simulation" else 1]
-        figure = Figure(figsize=(5.4 * len(panels), 4.2), layout="constrained")
+        figure = Figure(figsize=(5.4 * len(panels), 5.4), layout="constrained")
         FigureCanvasAgg(figure)
         for axes, (lines, unit) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             for quantity, (label, colour, marker) in lines.items():
@@ -151,7 +151,7 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
             axes.set(xscale="log", yscale="log", xlabel="ranks")
             axes.yaxis.set_major_formatter(EngFormatter(unit))
             axes.grid(color="#e4e4e4")
-            axes.legend(frameon=False)
+            axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14))
         figure.suptitle(next(title for of, title, *_ in _TABLES if of == part))
         return figure
 
