@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from time import monotonic
 from typing import Any, Protocol
 
@@ -219,8 +220,9 @@ class TransportSelector:
         now = monotonic()
         if now >= self._cores_until:
             self._cores_until = now + _CORES_EVERY
-            others = [(rank, process) for rank, process in self._processes.items() if process["pid"] != os.getpid()]
-            self._cores = [(rank, *last_core(process)) for rank, process in others[:_MOST_CORES]]
+            own = os.getpid()
+            others = ((rank, process) for rank, process in self._processes.items() if process["pid"] != own)
+            self._cores = [(rank, *last_core(process)) for rank, process in islice(others, _MOST_CORES)]
         return self._cores
 
     def spin_policy(self) -> tuple[float, bool]:
