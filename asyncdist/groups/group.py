@@ -121,7 +121,7 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
         model = endpoint.model
         try:
             self._native = endpoint.transport_selector.native(self.channel) if len(self.ranks) > 1 else None
-            layout = endpoint.transport_selector.node_layout(self.channel) if self._native is None else None
+            layout = endpoint.transport_selector.node_layout(self.channel) if len(self.ranks) > 1 else None
         except SharedMemoryError as cause:
             endpoint.refuse(self.channel, cause)
             raise
@@ -145,8 +145,7 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
         endpoint.progress.post(self._open)
 
     def _open(self) -> None:
-        collectives = self._native or self.context.hierarchical
-        if collectives is not None:
+        for collectives in filter(None, (self._native, self.context.hierarchical)):
             collectives.open()
         self.endpoint.open(self.channel)
         self.endpoint.open(self._messages)
@@ -498,8 +497,7 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
             submit(self._watches.end)
             submit(lambda: endpoint.end(self.channel))
             submit(lambda: endpoint.end(self._messages))
-            collectives = self._native or self.context.hierarchical
-            if collectives is not None:
+            for collectives in filter(None, (self._native, self.context.hierarchical)):
                 submit(collectives.close)
             if self.world is not None:
                 self.world.forget(self)

@@ -56,7 +56,8 @@ class GroupContext:
     Attributes:
         window: Number of parts that run at once.
         native: Runs whole collectives without links; None if the group has no such transport.
-        hierarchical: Combines native collectives and links; None unless the group spans several hosts.
+        hierarchical: Combines native collectives and links; None unless the group spans several hosts, or many ranks share
+            the cores of one.
     """
 
     rank: int
@@ -88,9 +89,12 @@ class GroupContext:
     def in_memory(self, signature: CallSignature, nbytes: int, arrange: Arrange | None = None) -> MemoryPlan | None:
         """Return the plan of a call in memory that all members reach; None if the collective uses links."""
         # The name of a member of an enumeration takes a Python frame.
-        if self.native is None or (self.forced and signature.collective.name.removesuffix("_coalesced") in self.forced):
+        native, hierarchical = self.native, self.hierarchical
+        if native is None or (self.forced and signature.collective.name.removesuffix("_coalesced") in self.forced):
             return None
-        call = self.native.prepare(signature)
+        if hierarchical is not None and hierarchical.takes_from_native(signature.collective, nbytes):
+            return None
+        call = native.prepare(signature)
         if arrange is None:
             return MemoryPlan(signature.fingerprint, nbytes, call)
         return MemoryPlan(signature.fingerprint, nbytes, lambda number, *tensors: call(number, *arrange(*tensors)))

@@ -70,6 +70,11 @@ Part = Callable[[int], Schedule]
 """``part(number)`` is the schedule of a part whose native collectives have the numbers from ``number`` on."""
 
 
+_SMALL = frozenset({Collective.all_reduce, Collective.all_reduce_coalesced, Collective.barrier, Collective.broadcast})
+_MOST_SMALL_NBYTES = 64 << 10
+"""Bytes of the largest call of these collectives that many ranks of one host make through the first ones of nodes."""
+
+
 class HierarchicalCollectives:
     """The collectives of one group over its nodes.
 
@@ -107,6 +112,10 @@ class HierarchicalCollectives:
         """Release the resources of the native collectives."""
         if self._native is not None:
             self._native.close()
+
+    def takes_from_native(self, collective: Collective, nbytes: int) -> bool:
+        """Return whether a call of a group whose ranks all share memory is faster here than with all of them in one round."""
+        return collective in _SMALL and nbytes <= _MOST_SMALL_NBYTES
 
     def _numbered(self, parts: Iterable[tuple[int, Part]]) -> Iterator[Schedule]:
         """Reserve the numbers of all parts, each of which comes with its count of native collectives; return schedules."""
@@ -360,8 +369,10 @@ class HierarchicalCollectives:
 
     def broadcast(self, memory: Memory, root: int, call: int) -> Iterator[Schedule]:
         """Copy the root's memory to all ranks."""
-        layout = self._layout
+        layout, small = self._layout, self._small
         root_node = next(number for number, members in enumerate(layout.nodes) if root in members)
+        if small.takes("broadcast", memory.nbytes):
+            return iter((small.broadcast(call, memory, root, root_node, self._reserve(1)),))
         chosen = self._small.choose("broadcast", memory.nbytes // layout.rails)
         along: Callable[[int, int, int, Memory], Schedule]
         along = tree.broadcast if chosen == "tree" else tree.chain_broadcast

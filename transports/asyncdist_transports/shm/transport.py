@@ -232,6 +232,10 @@ class ShmTransport(Transport):
         """Whether ranks outnumber the cores, so that work of one rank delays the others."""
         return self._same_process or len(self._cores) > len(set().union(*self._cores.values()))
 
+    @property
+    def is_crowded(self) -> bool:
+        return len(self._cores) >= 2 * len(set().union(*self._cores.values()))
+
     def peer_cores(self, core: int) -> Iterable[tuple[int, int, bool]]:
         # Only one of the ranks of a process runs at a time.
         if self._same_process:

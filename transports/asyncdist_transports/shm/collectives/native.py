@@ -57,8 +57,7 @@ class ShmNative(Native):
         self._withdraw()
 
     def publish(self, sequence: int, fingerprint: int) -> Schedule:
-        yield from self.slots.enter(sequence)
-        self.slots.post(sequence, fingerprint, 0, DONE)
+        return self.slots.pass_by(sequence, fingerprint)
 
     def prepare(self, signature: CallSignature) -> PreparedCall:
         if signature.collective is Collective.all_reduce_coalesced:

@@ -182,6 +182,26 @@ class SlotTable:
         words[at + CALL], words[at + LOCATION] = call, location
         self.publish(number, step)
 
+    def pass_by(self, number: int, call: int) -> Schedule:
+        """Publish the call of a collective that uses no slot, without waiting for others, and leave the slot.
+
+        It wakes only members that wait for this one in this table. One that will wait for the slot is woken by the next call.
+        """
+        at, words, now = number % SLOTS * LINE, self.words, number << SHIFT
+        while words[at] < now - (SLOTS << SHIFT) + DONE:
+            yield self.wait
+        words[at], self.posted[number % SLOTS] = now, None
+        self.fence.light()
+        words[at + CALL], words[at + LOCATION] = call, 0
+        self.fence.light()
+        words[at] = now | DONE
+        self.fence.full()
+        for member in self.others:
+            if member.offset >= 0 and member.asleep[0]:
+                theirs = member.words
+                if theirs[AWAITS_SLOT] or now <= theirs[at] < now | DONE:
+                    member.signal()
+
     def publish(self, number: int, step: int) -> None:
         """Publish that this member has reached a step, and wake sleeping members."""
         self._store_word(number, STEP, step)
