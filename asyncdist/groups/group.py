@@ -145,8 +145,9 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
         endpoint.progress.post(self._open)
 
     def _open(self) -> None:
-        for collectives in filter(None, (self._native, self.context.hierarchical)):
-            collectives.open()
+        for collectives in (self._native, self.context.hierarchical):
+            if collectives is not None:
+                collectives.open()
         self.endpoint.open(self.channel)
         self.endpoint.open(self._messages)
 
@@ -497,7 +498,8 @@ class Group(ProcessBound, CollectiveOps, PersistentOps, ObjectOps, MemberOps, Su
             submit(self._watches.end)
             submit(lambda: endpoint.end(self.channel))
             submit(lambda: endpoint.end(self._messages))
-            for collectives in filter(None, (self._native, self.context.hierarchical)):
-                submit(collectives.close)
+            for collectives in (self._native, self.context.hierarchical):
+                if collectives is not None:
+                    submit(collectives.close)
             if self.world is not None:
                 self.world.forget(self)

@@ -114,7 +114,7 @@ class HierarchicalCollectives:
             self._native.close()
 
     def takes_from_native(self, collective: Collective, nbytes: int) -> bool:
-        """Return whether a call of a group whose ranks all share memory is faster here than with all of them in one round."""
+        """Return whether a call of a group whose ranks all share memory is faster here than in one round of all."""
         return collective in _SMALL and nbytes <= _MOST_SMALL_NBYTES
 
     def _numbered(self, parts: Iterable[tuple[int, Part]]) -> Iterator[Schedule]:

@@ -275,8 +275,8 @@ class TransportSelector:
     def node_layout(self, channel: Channel) -> tuple[NodeLayout, Native | None] | None:
         """Return the layout of a group over several nodes, and the native collectives of this rank's node.
 
-        Many ranks of one crowded host are several nodes, too. Return None if the group has no hierarchy. The collectives are
-        None if this rank is alone on its node.
+        Many ranks of one crowded host are several nodes, too. Return None if the group has no hierarchy. The collectives
+        are None if this rank is alone on its node.
         """
         members = channel.members
         for name, sharing in self.reached.items():

@@ -1,4 +1,4 @@
-"""The link to a peer whose address is not known yet. `engine.transport_selector` makes it in large worlds."""
+"""The link to a peer that cannot be dialled yet. The selector makes it in large worlds, and a transport may."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ from asyncdist.kernel.transport.base import Link, Outgoing
 
 
 class AwaitedLink(Link):
-    """Keeps the messages to a peer until its address is known, and passes them on to the link to it.
+    """Keeps the messages to a peer until there is a link to it, for example when its address is known.
 
     Args:
         peer: The peer.
         rank: This rank.
-        ask: Begins to look for the address for a link. It is called once, when a message is sent or the link is opened.
+        ask: Begins to make the link. It is called once, when a message is sent or the link is opened.
+        lacks: What this rank does not have until then.
     """
 
-    def __init__(self, peer: int, rank: int, ask: Callable[[AwaitedLink], None]) -> None:
+    def __init__(
+        self,
+        peer: int,
+        rank: int,
+        ask: Callable[[AwaitedLink], None],
+        lacks: str = "does not know the address",
+    ) -> None:
         super().__init__(peer)
-        self._rank, self._ask = rank, ask
+        self._rank, self._ask, self._lacks = rank, ask, lacks
         self._asked_at: float | None = None
         self._kept: list[tuple[Outgoing, bool]] = []
         """The messages, and whether each need not wait for those before it."""
@@ -44,7 +51,7 @@ class AwaitedLink(Link):
         if self._asked_at is None:
             return ""
         waited = monotonic() - self._asked_at
-        return f"rank {self._rank} does not know the address of rank {self.peer} yet, asked for {waited:.0f} s ago"
+        return f"rank {self._rank} {self._lacks} of rank {self.peer} yet, asked for {waited:.0f} s ago"
 
     def _keep(self, message: Outgoing, is_unordered: bool) -> bool:
         self._kept.append((message, is_unordered))

@@ -36,9 +36,8 @@ class Rank:
 
     def make_slots(self):
         members = range(self.size)
-        peers = [self.local_peers.get(rank) for rank in members]
         self.slots = SlotTable(
-            GROUP_NUMBER, self.rank, members, peers, arena(), self.fence, 1 << 12, members, pytest.fail
+            GROUP_NUMBER, self.rank, members, self.local_peers, arena(), self.fence, 1 << 12, members, pytest.fail
         )
         self.control.publish_group(self.control.reserve_entry(), GROUP_NUMBER, self.slots.block.offset)
 

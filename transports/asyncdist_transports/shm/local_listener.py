@@ -13,11 +13,12 @@ listens so.
 
 Both proofs cover the nonce and the random name of the accepting rank's socket, which no other world has seen.
 
-`transport` calls this while a world opens.
+`transport` runs this while a world opens, and `meetings` later.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import os
@@ -27,8 +28,9 @@ import stat
 import struct
 import tempfile
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+import types
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from typing import Any, cast
 
 from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
@@ -51,16 +53,23 @@ _PREFIX = "asyncdist-"
 """Prefix of the names of the sockets."""
 
 _PACKET_NBYTES = 4096
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
+FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.05
+"""Seconds between two attempts to connect."""
 
 Introduction = tuple[int, ArenaMapping, int]
 """Rank, arena and offset of the control block of a peer."""
+Handshake = Coroutine[socket.socket | None, None, Introduction]
+"""`connect_peer` or `accept_peer`. It yields the socket that it waits to read, or None for a pause."""
+
+CROSSED = "both ranks connect to each other"
+"""Why a rank refuses one of two connections between the same ranks: the other one, of the higher rank, is in use."""
 
 
 class PeerRefused(Exception):
     """A peer cannot connect; the message is the reason. ``rank`` is its rank, once it has authenticated."""
 
     rank: int | None = None
+    is_crossed = False
 
 
 class LocalListener:
@@ -111,18 +120,24 @@ class LocalListener:
             finally:
                 os.close(descriptor)
 
+    def accept_pending(self) -> socket.socket | None:
+        """Return a connection that waits, if any. Raises OSError."""
+        for sock in self.sockets:
+            with contextlib.suppress(BlockingIOError):
+                accepted, _ = sock.accept()
+                lifecycle.close_in_children(accepted)
+                accepted.setblocking(False)
+                return accepted
+        return None
+
     async def accept(self) -> socket.socket:
         """Wait for a connection; one caller at a time. A closed listener accepts no connection."""
         with self._lock:
             self._watched = True
         try:
             while True:
-                for sock in self.sockets:
-                    with contextlib.suppress(BlockingIOError):
-                        accepted, _ = sock.accept()
-                        lifecycle.close_in_children(accepted)
-                        accepted.setblocking(False)
-                        return accepted
+                if (accepted := self.accept_pending()) is not None:
+                    return accepted
                 await ready(*self.sockets)
         finally:
             with self._lock:
@@ -138,11 +153,15 @@ class LocalListener:
                 self._close()
 
     def _close(self) -> None:
+        self.retire(socket.socket.close)
+
+    def retire(self, end: Callable[[socket.socket], object]) -> None:
+        """Stop listening; ``end`` closes the sockets, which a driver may watch. Idempotent."""
         if self._path_descriptor >= 0:
             os.close(self._path_descriptor)
             self._path_descriptor = -1
         while self.sockets:
-            self.sockets.pop().close()
+            end(self.sockets.pop())
 
 
 def _listening_by_descriptor(path: str) -> tuple[socket.socket, int]:
@@ -198,28 +217,32 @@ def unreachable_reason(own: Mapping[str, Any], address: Mapping[str, Any]) -> st
     return None
 
 
-async def connect_peer(
-    peer: int, address: Mapping[str, Any], host: Host, arena: Arena, control_offset: int
-) -> tuple[socket.socket, Introduction]:
-    """Connect to a peer and exchange introductions. Raises PeerRefused and OSError."""
+def dialling_socket() -> socket.socket:
+    """Return a socket for `connect_peer`. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     lifecycle.close_in_children(sock)
-    with ClosingOnError(sock):
-        sock.setblocking(False)
-        await _connect(sock, address)
-        call = _CALL.pack(host.rank, os.urandom(NONCE_NBYTES))
-        _send(sock, call + _proof(host, b"d", address["name"], call))
-        introduction = await _receive_introduction(sock, host, peer, _proof(host, b"a", address["name"], call))
-        _send_introduction(sock, host, arena, control_offset)
-        return sock, introduction
+    sock.setblocking(False)
+    return sock
+
+
+async def connect_peer(
+    sock: socket.socket, peer: int, address: Mapping[str, Any], host: Host, arena: Arena, control_offset: int
+) -> Introduction:
+    """Connect to a peer and exchange introductions. Raises PeerRefused and OSError."""
+    await _connect(sock, address)
+    call = _CALL.pack(host.rank, os.urandom(NONCE_NBYTES))
+    _send(sock, call + _proof(host, b"d", address["name"], call))
+    introduction = await _receive_introduction(sock, host, peer, _proof(host, b"a", address["name"], call))
+    _send_introduction(sock, host, arena, control_offset)
+    return introduction
 
 
 async def accept_peer(
-    sock: socket.socket, name: str, host: Host, arena: Arena, control_offset: int, expected: Collection[int]
+    sock: socket.socket, name: str, host: Host, arena: Arena, control_offset: int, refusal_of: Callable[[int], str]
 ) -> Introduction:
-    """Exchange introductions with a peer that has connected to the listener ``name``, and whose rank is ``expected``.
+    """Exchange introductions with a peer that has connected to the listener ``name``.
 
-    Raises PeerRefused.
+    ``refusal_of`` returns why a rank is refused; empty if it is not. Raises PeerRefused.
     """
     if (user := peer_user(sock)) != os.getuid():
         raise PeerRefused(f"it runs as another user, {user}")
@@ -231,8 +254,7 @@ async def accept_peer(
     if not hmac.compare_digest(packet[_CALL.size :], _proof(host, b"d", name, call)):
         raise PeerRefused("it does not hold the token of this process")
     rank, _ = _CALL.unpack(call)
-    if rank not in expected:
-        reason = f"it claims to be rank {rank}"
+    if reason := refusal_of(rank):
         _send(sock, reason.encode())
         raise PeerRefused(reason)
     try:
@@ -251,7 +273,7 @@ def _proof(host: Host, side: bytes, name: str, call: bytes) -> bytes:
 async def _connect(sock: socket.socket, address: Mapping[str, Any]) -> None:
     same_network = address["net"] == namespace("net")
     path = f"\0{_PREFIX}{address['name']}" if same_network else f"/proc/{address['pid']}/fd/{address['descriptor']}"
-    async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE):
+    while True:
         try:
             sock.connect(path)
             return
@@ -261,6 +283,7 @@ async def _connect(sock: socket.socket, address: Mapping[str, Any]) -> None:
             not_listening_yet = isinstance(cause, ConnectionRefusedError) and not same_network
             if not backlog_full and not not_listening_yet:
                 raise PeerRefused(f"its Unix socket cannot be reached: {cause.strerror}") from cause
+        await _until(None)
 
 
 def _send_introduction(sock: socket.socket, host: Host, arena: Arena, control_offset: int, shown: bytes = b"") -> None:
@@ -272,7 +295,7 @@ async def _receive_introduction(sock: socket.socket, host: Host, peer: int, show
     packet, descriptors = await _receive_packet(sock)
     try:
         if len(packet) != _INTRODUCTION.size + len(shown):
-            raise PeerRefused(_decode_reason(packet))
+            raise _refused(packet)
         if not hmac.compare_digest(packet[_INTRODUCTION.size :], shown):
             raise PeerRefused("it could not prove that it holds the token of this process")
         return _opened(packet[: _INTRODUCTION.size], descriptors, host, peer)
@@ -304,11 +327,35 @@ def _opened(packet: bytes, descriptors: Sequence[int], host: Host, peer: int) ->
         raise PeerRefused(error.summary) from error
 
 
-def _decode_reason(packet: bytes) -> str:
-    return f"it says: {packet.decode(errors='replace')}" if packet else "it closed the connection"
+def _refused(packet: bytes) -> PeerRefused:
+    """Return what a packet says in place of an introduction."""
+    refusal = PeerRefused(f"it says: {packet.decode(errors='replace')}" if packet else "it closed the connection")
+    refusal.is_crossed = packet == CROSSED.encode()
+    return refusal
 
 
-# -- packets on the running loop --------------------------------------------------------------------
+# -- packets ----------------------------------------------------------------------------------------
+
+
+@types.coroutine
+def _until(sock: socket.socket | None) -> Generator[socket.socket | None, None, None]:
+    """Let who runs a handshake go on when a socket is readable; None is after a pause."""
+    yield sock
+
+
+async def on_loop(handshake: Handshake) -> Introduction:
+    """Run a handshake on the running loop."""
+    pauses = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+    with contextlib.closing(handshake):
+        while True:
+            try:
+                sock = handshake.send(None)
+            except StopIteration as end:
+                return cast("Introduction", end.value)
+            if sock is None:
+                await asyncio.sleep(pauses.next_pause())
+            else:
+                await ready(sock)
 
 
 def _send(sock: socket.socket, packet: bytes, descriptors: Sequence[int] = ()) -> None:
@@ -335,4 +382,4 @@ async def _receive_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
         try:
             return _take_packet(sock)
         except BlockingIOError:
-            await ready(sock)
+            await _until(sock)

@@ -17,10 +17,12 @@ from itertools import repeat
 from time import monotonic
 from typing import Any, ClassVar
 
-from asyncdist.base.descriptors import is_transient
+from asyncdist.base.descriptors import ClosingOnError, is_transient
 from asyncdist.errors import AsyncdistError, PeerLostError, SharedMemoryError, ranks
+from asyncdist.kernel.algorithms.hierarchy import CROWD
 from asyncdist.kernel.memory import shared_arena as shared
 from asyncdist.kernel.memory.shared_arena import Arena
+from asyncdist.kernel.transport.awaited_link import AwaitedLink
 from asyncdist.kernel.transport.base import Address, Host, Link, Outgoing, Sleep, Transport, Wait
 from asyncdist.kernel.transport.native import Native
 from asyncdist.net.admission import EvictingQueue
@@ -35,9 +37,12 @@ from asyncdist_transports.shm.local_listener import (
     PeerRefused,
     accept_peer,
     connect_peer,
+    dialling_socket,
+    on_loop,
     unreachable_reason,
 )
 from asyncdist_transports.shm.local_peer import READABLE, LocalPeer, PeerGone
+from asyncdist_transports.shm.meetings import Meetings
 from asyncdist_transports.shm.memory_order import Fence
 
 log = logging.getLogger("asyncdist.shm")
@@ -46,6 +51,8 @@ log = logging.getLogger("asyncdist.shm")
 _PATIENCE = 10.0
 # Connections that may be in their handshake in addition to those of the peers; a further one evicts the oldest.
 _MOST_STRANGERS = 256
+# Address space that the arenas of the peers of a host may take: three quarters of that of a process.
+_MOST_MAPPED_NBYTES = 3 << 45
 # How often, and every how many seconds, a rank checks whether its peers have left a group that it has left.
 _MOST_CHECKS, _CHECK_EVERY = 10, 0.2
 # Bytes of a registered tensor that are read and reduced at a time.
@@ -77,6 +84,10 @@ class ShmTransport(Transport):
         self._used: set[int] = set()
         self._by_descriptor: dict[int, LocalPeer] = {}
         self._slot_tables: dict[int, SlotTable] = {}
+        # Of a crowded host; None if all peers have met at the start.
+        self._meetings: Meetings | None = None
+        # Links to peers that have not met, by peer.
+        self._awaited: dict[int, AwaitedLink] = {}
         self._closed = False
 
     @classmethod
@@ -118,24 +129,34 @@ class ShmTransport(Transport):
                     local[peer] = address
                 else:
                     refused[peer] = reason
+        self._cores = {peer: set(local[peer]["cores"]) for peer in local} | {self.host.rank: set(own["cores"])}
+        # Of a crowd each rank meets two others, which proves that memory can be passed, and the rest when it needs them.
+        later = self.is_crowded and len(local) * self._arena.nbytes <= _MOST_MAPPED_NBYTES
+        here = sorted(self._cores)
+        place = here.index(self.host.rank)
+        near = {peer: local[peer] for peer in here[max(0, place - 1) : place + 2] if peer in local} if later else local
         try:
             if any(address["net"] != own["net"] for peer, address in local.items() if peer > self.host.rank):
                 # A peer that cannot connect reports it.
                 with contextlib.suppress(OSError):
                     listener.listen_by_descriptor()
-            await self._connect_peers(listener, local, min(timeout, _PATIENCE), refused)
+            await self._connect_peers(listener, near, min(timeout, _PATIENCE), refused)
+            if self.local_peers and (unmet := {peer: local[peer] for peer in local.keys() - near.keys()}):
+                self._meetings = Meetings(
+                    self.host, listener, unmet, self._arena, self._control.block.offset, self._meet, self._cannot_meet
+                )
         finally:
-            listener.close()
+            if self._meetings is None:
+                listener.close()
         for reason in dict.fromkeys(refused.values()):
             peers = ranks(sorted(peer for peer in refused if refused[peer] == reason))
             log.warning(
                 "rank %d shares no memory with %s, and uses the next transport: %s", self.host.rank, peers, reason
             )
-        self._cores = {peer: set(local[peer]["cores"]) for peer in self.local_peers} | {
-            self.host.rank: set(own["cores"])
-        }
-        self._same_process = any(local[peer]["pid"] == own["pid"] for peer in self.local_peers)
-        return sorted(self.local_peers)
+        reached = sorted([*self.local_peers, *(self._meetings.unmet if self._meetings is not None else ())])
+        self._cores = {peer: self._cores[peer] for peer in [*reached, self.host.rank]}
+        self._same_process = any(local[peer]["pid"] == own["pid"] for peer in reached)
+        return reached
 
     async def _connect_peers(
         self, listener: LocalListener, local: Mapping[int, Address], timeout: float, refused: dict[int, str]
@@ -151,10 +172,12 @@ class ShmTransport(Transport):
 
     async def _connect_to(self, peer: int, address: Address, timeout: float, refused: dict[int, str]) -> None:
         try:
-            async with asyncio.timeout(timeout):
-                sock, introduction = await connect_peer(
-                    peer, address, self.host, self._arena, self._control.block.offset
-                )
+            sock = dialling_socket()
+            with ClosingOnError(sock):
+                async with asyncio.timeout(timeout):
+                    introduction = await on_loop(
+                        connect_peer(sock, peer, address, self.host, self._arena, self._control.block.offset)
+                    )
         except PeerRefused as refusal:
             refused[peer] = str(refusal)
         except TimeoutError:
@@ -170,6 +193,9 @@ class ShmTransport(Transport):
         """Accept the ``missing`` peers. Handshakes run concurrently: a connection that sends nothing delays no other."""
         unproven: EvictingQueue[asyncio.Task[bool]] = EvictingQueue(len(missing) + _MOST_STRANGERS, asyncio.Task.cancel)
 
+        def refusal_of(rank: int) -> str:
+            return "" if rank in missing else f"it claims to be rank {rank}"
+
         def end() -> None:
             """End the loop below, and cancel the handshakes with processes that are not peers."""
             if not limit.expired():
@@ -177,8 +203,8 @@ class ShmTransport(Transport):
 
         async def handshake(sock: socket.socket) -> bool:
             try:
-                introduction = await accept_peer(
-                    sock, listener.name, self.host, self._arena, self._control.block.offset, missing
+                introduction = await on_loop(
+                    accept_peer(sock, listener.name, self.host, self._arena, self._control.block.offset, refusal_of)
                 )
             except PeerRefused as refusal:
                 log.debug("rank %d refused a connection: %s", self.host.rank, refusal)
@@ -217,6 +243,28 @@ class ShmTransport(Transport):
                     unproven.add(task)
         refused.update(dict.fromkeys(missing, reason))
 
+    def _meet(self, sock: socket.socket, introduction: Introduction) -> None:
+        """Go on with a peer that has met after the start."""
+        self._add_peer(sock, introduction)
+        local_peer = self.local_peers[introduction[0]]
+        # It may have slept already when this rank did not see yet that it sleeps.
+        local_peer.signal()
+        if (link := self._awaited.pop(local_peer.peer, None)) is not None:
+            link.continue_over(ShmLink(local_peer))
+
+    def _cannot_meet(self, peer: int, reason: str) -> None:
+        if peer in self._used:
+            self.host.suspect(peer, reason)
+
+    def _await(self, link: AwaitedLink) -> None:
+        """Let a link continue when its peer has met."""
+        assert self._meetings is not None
+        if (local_peer := self.local_peers.get(link.peer)) is not None:
+            self.host.post(functools.partial(link.continue_over, ShmLink(local_peer)))
+        else:
+            self._awaited[link.peer] = link
+            self._meetings.begin(link.peer)
+
     def _add_peer(self, sock: socket.socket, introduction: Introduction) -> None:
         peer, mapping, offset = introduction
         control = ControlBlock(mapping, offset, self.host.world_size)
@@ -234,7 +282,7 @@ class ShmTransport(Transport):
 
     @property
     def is_crowded(self) -> bool:
-        return len(self._cores) >= 2 * len(set().union(*self._cores.values()))
+        return len(self._cores) > max(CROWD, 2 * len(set().union(*self._cores.values())) - 1)
 
     def peer_cores(self, core: int) -> Iterable[tuple[int, int, bool]]:
         # Only one of the ranks of a process runs at a time.
@@ -247,14 +295,15 @@ class ShmTransport(Transport):
     # -- groups --------------------------------------------------------------------------------
 
     def native(self, number: int, members: Sequence[int], waits: Sequence[int]) -> Native | None:
-        if any(member != self.host.rank and member not in self.local_peers for member in members):
+        known = {self.host.rank, *self.local_peers, *(self._meetings.unmet if self._meetings is not None else ())}
+        if not known.issuperset(members):
             return None  # a member has ended, and the group fails
-        local_peers = [None if member == self.host.rank else self.local_peers[member] for member in members]
         self._used.update(members)
         config = self.host.config
         slots = SlotTable(
-            number, members.index(self.host.rank), members, local_peers, self._arena, self._fence,
-            config.shm_area_nbytes, waits, self.host.difference, oversubscribed=self._oversubscribed,
+            number, members.index(self.host.rank), members, self.local_peers, self._arena, self._fence,
+            config.shm_area_nbytes, waits, self.host.difference,
+            meet=id if self._meetings is None else self._meetings.begin, oversubscribed=self._oversubscribed,
         )  # fmt: skip
         try:
             place = self._control.reserve_entry()
@@ -300,8 +349,10 @@ class ShmTransport(Transport):
 
     # -- links ---------------------------------------------------------------------------------
 
-    def link(self, peer: int, address: Address) -> ShmLink:
+    def link(self, peer: int, address: Address) -> Link:
         self._used.add(peer)
+        if peer not in self.local_peers and self._meetings is not None:
+            return AwaitedLink(peer, self.host.rank, self._await, "has no answer at the Unix socket")
         return ShmLink(self.local_peers[peer])
 
     # -- driving -------------------------------------------------------------------------------
@@ -310,11 +361,16 @@ class ShmTransport(Transport):
         self.asleep[0] = 0
         moved = False
         for descriptor in ready or ():
-            local_peer = self._by_descriptor.get(descriptor)
-            if local_peer is not None:
-                self._read_socket(local_peer)
-                moved = True
+            moved = self._read(descriptor) or moved
         return self._pump() or moved
+
+    def _read(self, descriptor: int) -> bool:
+        """Read from a socket of this transport; return whether the descriptor is one."""
+        local_peer = self._by_descriptor.get(descriptor)
+        if local_peer is not None:
+            self._read_socket(local_peer)
+            return True
+        return self._meetings is not None and self._meetings.advance(descriptor)
 
     def _pump(self) -> bool:
         moved = False
@@ -363,7 +419,8 @@ class ShmTransport(Transport):
         self._fence.full()
         if self._pump():
             return None
-        return [(descriptor, local_peer.poll_events()) for descriptor, local_peer in self._by_descriptor.items()]
+        waits = [(descriptor, local_peer.poll_events()) for descriptor, local_peer in self._by_descriptor.items()]
+        return waits if self._meetings is None else waits + self._meetings.waits()
 
     def sleep(self, peer: int) -> Sleep | None:
         if peer not in self._connected:
@@ -371,15 +428,14 @@ class ShmTransport(Transport):
         self.asleep[0] = 1
         self._fence.full()
         # A signal of any peer clears the flag, and the awaited peer then signals no more.
-        return Sleep(list(zip(self._by_descriptor, repeat(READABLE))), self._wake_up)
+        waits = list(zip(self._by_descriptor, repeat(READABLE)))
+        return Sleep(waits if self._meetings is None else waits + self._meetings.waits(), self._wake_up)
 
     def _wake_up(self, ready: Iterable[int] | None) -> bool:
         """Read the signals of peers and their control messages, after `sleep`."""
         self.asleep[0] = 0
         for descriptor in ready or ():
-            local_peer = self._by_descriptor.get(descriptor)
-            if local_peer is not None:
-                self._read_socket(local_peer)
+            self._read(descriptor)
         return True
 
     # -- heartbeats ----------------------------------------------------------------------------
@@ -401,7 +457,7 @@ class ShmTransport(Transport):
         for local_peer in list(self._connected.values()):
             if local_peer.queue:
                 return True
-        return False
+        return bool(self._awaited)
 
     def may_receive_from(self, peer: int) -> bool:
         # A peer stays connected until it has gone and everything that it sent has been read.
@@ -410,6 +466,9 @@ class ShmTransport(Transport):
     # -- closing -------------------------------------------------------------------------------
 
     def disconnect(self, peer: int) -> None:
+        self._awaited.pop(peer, None)
+        if self._meetings is not None:
+            self._meetings.forget(peer)
         local_peer = self._connected.get(peer)
         if local_peer is not None:
             if isinstance(self.host.gone(peer), PeerLostError):
@@ -426,6 +485,8 @@ class ShmTransport(Transport):
             return
         self._closed = True
         self.host.timers.cancel(self)
+        if self._meetings is not None:
+            self._meetings.close()
         for local_peer in self._connected.values():
             local_peer.send_control(self.host.closing_frames(local_peer.peer))
         self._connected.clear()
@@ -442,7 +503,7 @@ def _nothing() -> None:
 
 
 class ShmLink(Link):
-    """The link to one local peer, which has been connected before the world opens."""
+    """The link to one local peer, which has met this rank."""
 
     def __init__(self, local_peer: LocalPeer) -> None:
         super().__init__(local_peer.peer)

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from asyncdist.base.callables import Callback
 from asyncdist.errors import SharedMemoryError
 from asyncdist.kernel.algorithms.schedule import Schedule, Wait
 from asyncdist.kernel.memory.bounded_cache import BoundedCache
-from asyncdist.kernel.memory.shared_arena import PAGE_NBYTES, Arena
+from asyncdist.kernel.memory.shared_arena import PAGE_NBYTES, Arena, ArenaMapping
 from asyncdist_transports.shm.local_peer import LocalPeer
 from asyncdist_transports.shm.memory_order import Fence
 
@@ -56,18 +57,31 @@ class SlotMember:
 
     Args:
         rank: The member's rank in the group.
+        world_rank: Its rank in the world.
         wait: What a schedule yields to wait for the member.
-        local_peer: The member's process.
     """
 
-    __slots__ = ("asleep", "local_peer", "mapping", "offset", "rank", "signal", "wait", "words")
+    __slots__ = ("asleep", "mapping", "offset", "rank", "signal", "wait", "words", "world_rank")
 
-    def __init__(self, rank: int, wait: Wait, local_peer: LocalPeer) -> None:
-        self.rank, self.wait = rank, wait
-        self.local_peer = local_peer
-        self.mapping, self.asleep, self.signal = local_peer.mapping, local_peer.asleep, local_peer.signal
+    asleep: memoryview
+    mapping: ArenaMapping
+    signal: Callback
+
+    def __init__(self, rank: int, world_rank: int, wait: Wait) -> None:
+        self.rank, self.world_rank, self.wait = rank, world_rank, wait
         self.offset = -1
         self.words: memoryview = memoryview(b"")
+
+    def find(self, number: int, local_peer: LocalPeer | None) -> bool:
+        """Return whether the slot table of a group has been found, in the memory of the member's process if it has met."""
+        if self.offset >= 0:
+            return True
+        offset = None if local_peer is None else local_peer.control.group_slots(number)
+        if local_peer is None or offset is None:
+            return False
+        self.mapping, self.asleep, self.signal = local_peer.mapping, local_peer.asleep, local_peer.signal
+        self.offset, self.words = offset, self.mapping.words(offset, SLOTS * LINE)
+        return True
 
 
 class SlotTable:
@@ -76,11 +90,12 @@ class SlotTable:
     Args:
         number: The group's number, the same on all members.
         rank: This member's rank in the group.
-        local_peers: The members by rank in the group; None for this member.
+        local_peers: The processes by rank in the world, as far as this rank has met them.
         fence: The barriers of this rank.
         area_nbytes: Size in bytes of an area, rounded up to whole pages.
         waits: What schedules yield to wait for each member: see `Transport.native`.
         mismatch_error: Returns the error for a member's world rank, and this rank's and the member's call fingerprints.
+        meet: ``meet(world_rank)`` begins to meet a process.
         oversubscribed: Whether members share cores.
     """
 
@@ -89,16 +104,18 @@ class SlotTable:
         number: int,
         rank: int,
         world_ranks: Sequence[int],
-        local_peers: Sequence[LocalPeer | None],
+        local_peers: Mapping[int, LocalPeer],
         arena: Arena,
         fence: Fence,
         area_nbytes: int,
         waits: Sequence[Wait],
         mismatch_error: Callable[[int, int, int], Exception],
         *,
+        meet: Callable[[int], object] = id,
         oversubscribed: bool = False,
     ) -> None:
-        self.number, self.rank, self.size = number, rank, len(local_peers)
+        self.number, self.rank, self.size = number, rank, len(world_ranks)
+        self._local_peers, self._meet = local_peers, meet
         self.world_ranks = tuple(world_ranks)
         self.area_nbytes = -(-area_nbytes // PAGE_NBYTES) * PAGE_NBYTES
         self.arena, self.fence = arena, fence
@@ -107,7 +124,7 @@ class SlotTable:
         """Whether members share cores, so that one member's work delays the others."""
         self.wait = waits[rank]
         self.others = [
-            SlotMember(member, waits[member], each) for member, each in enumerate(local_peers) if each is not None
+            SlotMember(member, each, waits[member]) for member, each in enumerate(world_ranks) if member != rank
         ]
         self.members_by_rank: dict[int, SlotMember] = {member.rank: member for member in self.others}
         self.unresolved = list(self.others)
@@ -144,14 +161,15 @@ class SlotTable:
 
     def enter(self, number: int) -> Schedule:
         """Wait until the slot of the n-th collective is free."""
+        for member in self.unresolved:
+            # The other side of two members that enter at the same time does it for both.
+            if member.rank < self.rank:
+                self._meet(member.world_rank)
         while self.unresolved:
             member = self.unresolved[-1]
-            offset = member.local_peer.control.group_slots(self.number)
-            if offset is None:
+            if not member.find(self.number, self._local_peers.get(member.world_rank)):
                 yield member.wait
                 continue
-            member.offset = offset
-            member.words = member.mapping.words(offset, SLOTS * LINE)
             self.unresolved.pop()
         yield from self.wait_done(number - SLOTS)
         if self.deferred_checks:
@@ -185,7 +203,7 @@ class SlotTable:
     def pass_by(self, number: int, call: int) -> Schedule:
         """Publish the call of a collective that uses no slot, without waiting for others, and leave the slot.
 
-        It wakes only members that wait for this one in this table. One that will wait for the slot is woken by the next call.
+        It wakes only members that wait for this one in this table.
         """
         at, words, now = number % SLOTS * LINE, self.words, number << SHIFT
         while words[at] < now - (SLOTS << SHIFT) + DONE:
@@ -197,7 +215,7 @@ class SlotTable:
         words[at] = now | DONE
         self.fence.full()
         for member in self.others:
-            if member.offset >= 0 and member.asleep[0]:
+            if member.find(self.number, self._local_peers.get(member.world_rank)) and member.asleep[0]:
                 theirs = member.words
                 if theirs[AWAITS_SLOT] or now <= theirs[at] < now | DONE:
                     member.signal()
@@ -429,7 +447,9 @@ class SlotTable:
     def pending_readers(self) -> Iterator[SlotMember]:
         """Yield the members that may still read what this member has written."""
         for member in self.others:
-            peer = member.local_peer
+            peer = self._local_peers.get(member.world_rank)
+            if peer is None:
+                continue
             # A process that was excluded, perhaps while it was stopped, may begin further calls before it knows.
             is_excluded = peer.end_reason == ""
             if (member.offset < 0 and not is_excluded) or peer.has_left():
