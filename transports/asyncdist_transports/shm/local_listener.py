@@ -293,9 +293,10 @@ def _send_introduction(sock: socket.socket, host: Host, arena: Arena, control_of
 async def _receive_introduction(sock: socket.socket, host: Host, peer: int, shown: bytes = b"") -> Introduction:
     """Receive a peer's rank and memory, with the proof ``shown``; tell a peer that accepts why this rank refuses it."""
     packet, descriptors = await _receive_packet(sock)
+    if len(packet) != _INTRODUCTION.size + len(shown):
+        close_all(descriptors)
+        raise _refused(packet)
     try:
-        if len(packet) != _INTRODUCTION.size + len(shown):
-            raise _refused(packet)
         if not hmac.compare_digest(packet[_INTRODUCTION.size :], shown):
             raise PeerRefused("it could not prove that it holds the token of this process")
         return _opened(packet[: _INTRODUCTION.size], descriptors, host, peer)

@@ -162,9 +162,7 @@ class SlotTable:
     def enter(self, number: int) -> Schedule:
         """Wait until the slot of the n-th collective is free."""
         for member in self.unresolved:
-            # The other side of two members that enter at the same time does it for both.
-            if member.rank < self.rank:
-                self._meet(member.world_rank)
+            self._meet(member.world_rank)
         while self.unresolved:
             member = self.unresolved[-1]
             if not member.find(self.number, self._local_peers.get(member.world_rank)):
