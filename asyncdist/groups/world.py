@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -307,6 +308,8 @@ async def _open(
             pages = known.pages
             addresses, hosts = pages.column(ADDRESSES), pages.column(HOSTS)
             endpoint.know(addresses, hosts, known.machine, known.offered, pages)
+            if len(known.hosts) <= 1:
+                endpoint.model = endpoint.model.on_one_host(meeting.world_size, os.cpu_count() or 1)
             probes = endpoint.transport_selector.probe_peers(meeting.remaining())
             measures = known.profile is None and config.calibrate and len(known.hosts) > 1
             reached = await meeting.before_exchange(probes)

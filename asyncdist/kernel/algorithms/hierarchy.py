@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from asyncdist.kernel.algorithms.cost import Cost
-from asyncdist.kernel.algorithms.schedule import Combine, Place, Recv, Schedule, Send, Step
+from asyncdist.kernel.algorithms.schedule import CROWD, Combine, Place, Recv, Schedule, Send, Step
 from asyncdist.kernel.algorithms.selection import DEFAULT, Model, candidates
 from asyncdist.kernel.algorithms.sharing import Sharing
 
@@ -30,8 +30,8 @@ _MIN_PARTS = 8
 _MIN_BLOCKS = 16
 # Batches in which a node processes the blocks of a part. Each costs an exchange within the node.
 _MOST_BATCHES = 3
-CROWD, _CROWD_NODE = 32, 8
-"""Most ranks of a crowded host that synchronize in one round; ranks that do so where there are more."""
+_CROWD_NODE = 8
+"""Ranks of a crowded host that synchronize in one round."""
 _MIN_SLICE_NBYTES, _MIN_BLOCK_NBYTES = 256 << 10, 128 << 10
 
 

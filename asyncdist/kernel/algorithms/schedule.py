@@ -25,6 +25,9 @@ from typing import Any, NamedTuple, Protocol
 
 Place = Any
 
+CROWD = 32
+"""The most ranks of a host that may all synchronize with each other, however few cores they share."""
+
 
 class Send(NamedTuple):
     """Send ``place`` to ``peer``; complete when the memory may be written again."""

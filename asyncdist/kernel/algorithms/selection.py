@@ -13,13 +13,14 @@ one side of an all_to_all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.kernel.algorithms import recursive_doubling, tree
 from asyncdist.kernel.algorithms.cost import Cost, in_one_round, in_shares, in_whole
+from asyncdist.kernel.algorithms.schedule import CROWD
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Model:
     The defaults were fitted to two processes and non-blocking sockets over loopback TCP: k messages each way in a round
     take 4 + 6 k microseconds (plus the framing of asyncdist), a byte each way 0.3 to 0.4 ns, a byte of float32 added
     in cache 0.02 to 0.05 ns. The choice depends on the ratios of these values, which vary less between machines. Between
-    hosts, measured values replace them (`asyncdist.groups.calibration`); ``source`` says where the values are from.
+    hosts, measured values replace them (`asyncdist.groups.calibration`); ``source`` says where the values are from. Where
+    ranks of a crowded host share cores, ``share`` of them on each, the messages of all of them count.
     """
 
     alpha: float = 5e-6
@@ -37,7 +39,12 @@ class Model:
     gamma: float = 0.04e-9
     overhead: float = 7e-6
     segment_nbytes: int = 1 << 20
+    share: int = 1
     source: str = "the defaults, which were fitted to TCP within one machine"
+
+    def on_one_host(self, ranks: int, cores: int) -> Model:
+        """Return the model of a world of ranks of one host, whose cores a crowd of them shares."""
+        return replace(self, share=max(1, ranks // cores)) if ranks > CROWD else self
 
     def seconds(self, cost: Cost) -> float:
         """Return the predicted time of a schedule."""
@@ -110,7 +117,12 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     "all_to_all": (Candidate("pairwise", lambda p, n, _: in_shares(p, n)),),
     "gather": (Candidate("star", lambda p, n, _: in_one_round(p, n)),),
     "scatter": (Candidate("star", lambda p, n, _: in_one_round(p, n)),),
-    "barrier": (Candidate("dissemination", lambda p, n, _: in_whole(_tree_rounds(p), 0)),),
+    "barrier": (
+        Candidate("dissemination", lambda p, _, model: Cost(_tree_rounds(p), _tree_rounds(p) * model.share)),
+        Candidate(
+            "tree", lambda p, _, model: Cost(2 * _tree_rounds(p), max(_tree_rounds(p), 2 * model.share * (p > 1)))
+        ),
+    ),
 }
 
 

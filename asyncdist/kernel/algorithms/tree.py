@@ -46,6 +46,21 @@ def reduce(rank: int, size: int, root: int, data: Place) -> Schedule:
         yield (Send(parent, data),)
 
 
+def barrier(rank: int, size: int, nothing_out: Place, nothing_in: Place) -> Schedule:
+    """Complete on every rank once every rank has started: a reduce to rank 0 and a broadcast of nothing.
+
+    Costs 2 ceil(log2 P) rounds for P ranks, but only 2 (P-1) messages in all.
+    """
+    parent, children = _parent_and_children(rank, size, 0)
+    if children:
+        yield tuple(Recv(child, nothing_in) for child in children)
+    if parent is not None:
+        yield (Send(parent, nothing_out),)
+        yield (Recv(parent, nothing_in),)
+    if children:
+        yield tuple(Send(child, nothing_out) for child in children)
+
+
 def chain_broadcast(rank: int, size: int, root: int, segment: Place) -> Schedule:
     """Copy one segment of the root's tensor to all ranks: each rank receives it and sends it to the next.
 

@@ -302,7 +302,8 @@ def _barrier(group: GroupContext, call: int) -> CallPlan:
         return plan
     if (hierarchical := group.hierarchical_for("barrier")) is not None:
         return group.in_parts(call, 0, lambda: (hierarchical.barrier(call),))
-    record = partial(recursive_doubling.barrier, group.rank, group.size, NOTHING, NOTHING)
+    run = tree.barrier if group.choose("barrier", 0) == "tree" else recursive_doubling.barrier
+    record = partial(run, group.rank, group.size, NOTHING, NOTHING)
     return group.recorded(call, 0, [record], [])
 
 

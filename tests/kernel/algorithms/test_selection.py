@@ -65,6 +65,14 @@ def test_one_rank_costs_nothing_and_some_schedule_always_applies(collective: str
     assert all(candidates(collective)[0].applies(size, contiguous=False) for size in range(1, 65))
 
 
+def test_barrier_of_a_crowd_on_few_cores_is_a_tree() -> None:
+    chosen = [
+        choose("barrier", 0, 64, model=DEFAULT.on_one_host(ranks, cores))
+        for ranks, cores in ((64, 64), (64, 33), (64, 32), (64, 2), (33, 2), (32, 2))
+    ]
+    assert chosen == ["dissemination", "dissemination", "tree", "tree", "tree", "dissemination"]
+
+
 def test_choice_depends_on_the_weights_of_the_model() -> None:
     far = Model(alpha=1.0, beta=0.0, gamma=0.0, overhead=0.0)
     thin = Model(alpha=0.0, beta=1.0, gamma=0.0, overhead=0.0)

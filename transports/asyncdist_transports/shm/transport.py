@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from asyncdist.base.descriptors import ClosingOnError, is_transient
 from asyncdist.errors import AsyncdistError, PeerLostError, SharedMemoryError, ranks
-from asyncdist.kernel.algorithms.hierarchy import CROWD
+from asyncdist.kernel.algorithms.schedule import CROWD
 from asyncdist.kernel.memory import shared_arena as shared
 from asyncdist.kernel.memory.shared_arena import Arena
 from asyncdist.kernel.transport.awaited_link import AwaitedLink
