@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from asyncdist.base.ops import Collective, ReduceOp
-from asyncdist.kernel.algorithms import pairwise, recursive_doubling, ring, tree
+from asyncdist.kernel.algorithms import pairwise, recursive_doubling, ring
 from asyncdist.kernel.algorithms.hierarchy import NodeLayout, among, travels_whole
 from asyncdist.kernel.algorithms.schedule import Schedule, ScheduleOf
 from asyncdist.kernel.algorithms.selection import Model, choose
@@ -169,20 +169,6 @@ class FirstRailCollectives:
 
         recorded = RecordedCall([dissemination if layout.place == 0 else _nothing], [])
         return self._barriers.add(call, self._around(recorded, call, self._byte, self._byte, _BARRIER_KERNELS))
-
-    # -- broadcast -------------------------------------------------------------------------------
-
-    def broadcast(self, call: int, memory: Memory, root: int, root_node: int, number: int) -> Schedule:
-        """Copy the root's memory to all ranks."""
-        layout, in_node = self._layout, not self._node.is_alone
-        source = layout.members.index(root) if layout.node == root_node else 0
-        run = self._node.prepared(Collective.broadcast, call, memory, root=source) if in_node else None
-        if run is not None and layout.node == root_node:
-            yield from run(number, memory.tensor) or ()
-        if layout.place == 0:
-            yield from among(layout.rail(0), tree.broadcast(layout.node, self._hosts, root_node, memory))
-        if run is not None and layout.node != root_node:
-            yield from run(number, memory.tensor) or ()
 
     # -- all_gather ------------------------------------------------------------------------------
 

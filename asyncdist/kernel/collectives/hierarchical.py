@@ -70,7 +70,7 @@ Part = Callable[[int], Schedule]
 """``part(number)`` is the schedule of a part whose native collectives have the numbers from ``number`` on."""
 
 
-_SMALL = frozenset({Collective.all_reduce, Collective.all_reduce_coalesced, Collective.barrier, Collective.broadcast})
+_SMALL = frozenset({Collective.all_reduce, Collective.all_reduce_coalesced, Collective.barrier})
 _MOST_SMALL_NBYTES = 64 << 10
 """Bytes of the largest call of these collectives that many ranks of one host make through the first ones of nodes."""
 
@@ -369,10 +369,8 @@ class HierarchicalCollectives:
 
     def broadcast(self, memory: Memory, root: int, call: int) -> Iterator[Schedule]:
         """Copy the root's memory to all ranks."""
-        layout, small = self._layout, self._small
+        layout = self._layout
         root_node = next(number for number, members in enumerate(layout.nodes) if root in members)
-        if small.takes("broadcast", memory.nbytes):
-            return iter((small.broadcast(call, memory, root, root_node, self._reserve(1)),))
         chosen = self._small.choose("broadcast", memory.nbytes // layout.rails)
         along: Callable[[int, int, int, Memory], Schedule]
         along = tree.broadcast if chosen == "tree" else tree.chain_broadcast
