@@ -100,11 +100,11 @@ class Outcome:
     busy: float = math.nan
 
 
-def simulate(shape: Shape, costs: Costs, *, faults: bool = False) -> Outcome:
-    """Simulate a world that loses a rank, or with ``faults`` all that may happen to one."""
+def simulate(shape: Shape, costs: Costs, *, is_killed: bool = False, faults: bool = False) -> Outcome:
+    """Simulate a world, of which a rank ``is_killed``; with ``faults`` all that may happen to one."""
 
     async def live() -> Outcome:
-        return await _World(shape, costs).live(faults)
+        return await _World(shape, costs).live(faults, is_killed)
 
     outcome = run(live())
     if faults:
@@ -134,7 +134,7 @@ class _World:
         """Let a rank need more processor time from now on."""
         self.cluster.processes[rank].slowness = factor
 
-    async def live(self, faults: bool) -> Outcome:
+    async def live(self, faults: bool, is_killed: bool) -> Outcome:
         """Return what the world took."""
         outcome = Outcome()
         outcome.start = await self._timed(self.meet())
@@ -151,7 +151,7 @@ class _World:
         one = range(size // 2, size // 2 + 1)
         losses = {"killed": (one, ENDED), "rack": (rack, ENDED), "cut": (rack, _CUT_OFF), "stopped": (one, _STOPPED)}
         for name, (lost, how) in losses.items():
-            if 2 * len(lost) < size and (faults or name == "killed"):
+            if 2 * len(lost) < size and (faults or (is_killed and name == "killed")):
                 setattr(outcome, name, await self._lose(lost, how))
         return outcome
 

@@ -46,7 +46,7 @@ def test_simulation_is_compared_with_processes():
 
 
 def test_all_know_of_a_lost_rank_in_a_time_that_hardly_grows():
-    small, large = (simulate(Shape(size), Costs()) for size in (200, 1600))
+    small, large = (simulate(Shape(size), Costs(), is_killed=True) for size in (200, 1600))
     assert 0 < large.killed.known < 3 * small.killed.known
     assert small.later < small.first < large.start
     assert 0 < large.killed.regroup < 3 * small.killed.regroup

@@ -28,8 +28,9 @@ from asyncdist.kernel.transport.wire_format import AGREE, pack_key
 
 REGROUP = 0xFFFFFFFF
 """The number of the agreement on a group's successor. It is the group's last one."""
-_FIRST_LOOK, _LONGEST_LOOK = 2e-3, 0.5
-"""Seconds between two looks at the members that an agreement waits for; the pause doubles."""
+_FIRST_LOOK, _LONGEST_LOOK, _LONGEST_OF_MANY = 2e-3, 0.5, 4.0
+"""Seconds between two looks at the members that an agreement waits for; the pause doubles. Many members that repeated
+their messages as often as few would send more than slow ones can read."""
 _ASK_AFTER = 0.25
 """The pause from which on members repeat their messages, of which one may have found no descriptor for a connection.
 
@@ -241,7 +242,7 @@ class Agreements:
     def _next_look(self, running: _Running) -> float:
         """Return when to look at an agreement again: after its pause, or once others have had their time."""
         now, accused = monotonic(), self._accused(running)
-        due = now + running.pause
+        due = min(now + running.pause, _end_of(running))
         if running.accused_since is not None:
             due = min(due, running.accused_since + _grace_of(running, accused))
         if running.hopeless_since is not None and running.agreement.coordinates:
@@ -283,7 +284,7 @@ class Agreements:
             for peer in running.courier.further_neighbours(self._host.hears):
                 if not self._host.hears(peer):
                     self._host.watch(peer)
-        running.pause = min(2 * running.pause, _LONGEST_LOOK)
+        running.pause = min(2 * running.pause, _LONGEST_OF_MANY if agreement.is_large else _LONGEST_LOOK)
         if agreement.has_quorum_without(self._accused(running)):
             running.hopeless_since = None
         else:
@@ -291,7 +292,7 @@ class Agreements:
         is_hopeless = running.hopeless_since is not None and now >= running.hopeless_since + _QUORUM_GRACE
         if is_hopeless and agreement.coordinates and not agreement.has_quorum:
             self._give_up(running, self._no_quorum(agreement))
-        elif now >= running.deadline + (0.0 if agreement.coordinates else _FOLLOWERS_GRACE):
+        elif now >= _end_of(running):
             self._give_up(running, self._timeout(running))
         else:
             self._advance(running)
@@ -333,6 +334,10 @@ class Agreements:
         quitters = "; ".join(text for text in running.agreement.excluded.values() if "gave up" in text)
         reason = f"{reason} to call {running.what}{f' ({quitters})' if quitters else ''}"
         return OperationTimeoutError(reason, peers=awaited, timeout=running.timeout)
+
+
+def _end_of(running: _Running) -> float:
+    return running.deadline + (0.0 if running.agreement.coordinates else _FOLLOWERS_GRACE)
 
 
 def _grace_of(running: _Running, accused: Collection[int]) -> float:
