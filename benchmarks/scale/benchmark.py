@@ -89,7 +89,11 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
             cases[256].targets = [
                 Target(_MOST_BYTES, lambda case: case.median(_WHO, "sent"), lambda value: f"{value / 1e6:g} MB"),
                 figure_within(_MOST_GROWTH * of_32, _WHO),
-                Target(_MOST_BARRIERS, _first_to_later, lambda value: f"{value:g} × a later barrier"),
+                Target(
+                    _MOST_BARRIERS,
+                    lambda case: case.median(_WHO, "first") / case.median(_WHO, "later"),
+                    lambda value: f"{value:g} × a later barrier",
+                ),
             ]
         yield from cases.values()
 
@@ -176,10 +180,6 @@ def _samples(outcome: Outcome) -> dict[str, float]:
     found = {FIGURE if name == "start" else name: value for name, value in asdict(outcome).items()}
     losses = {name: found.pop(name) for name, value in list(found.items()) if isinstance(value, Loss)}
     return found | {f"{name}_{step}": value for name, loss in losses.items() for step, value in loss._asdict().items()}
-
-
-def _first_to_later(case: Case) -> float:
-    return case.median(_WHO, "first") / case.median(_WHO, "later")
 
 
 def _off(case: Case) -> float:

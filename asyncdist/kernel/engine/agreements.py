@@ -242,7 +242,8 @@ class Agreements:
     def _next_look(self, running: _Running) -> float:
         """Return when to look at an agreement again: after its pause, or once others have had their time."""
         now, accused = monotonic(), self._accused(running)
-        due = min(now + running.pause, _end_of(running))
+        is_late = now + running.pause >= running.deadline
+        due = now + (min(running.pause, _LONGEST_LOOK) if is_late else running.pause)
         if running.accused_since is not None:
             due = min(due, running.accused_since + _grace_of(running, accused))
         if running.hopeless_since is not None and running.agreement.coordinates:
@@ -292,7 +293,7 @@ class Agreements:
         is_hopeless = running.hopeless_since is not None and now >= running.hopeless_since + _QUORUM_GRACE
         if is_hopeless and agreement.coordinates and not agreement.has_quorum:
             self._give_up(running, self._no_quorum(agreement))
-        elif now >= _end_of(running):
+        elif now >= running.deadline + (0.0 if agreement.coordinates else _FOLLOWERS_GRACE):
             self._give_up(running, self._timeout(running))
         else:
             self._advance(running)
@@ -334,10 +335,6 @@ class Agreements:
         quitters = "; ".join(text for text in running.agreement.excluded.values() if "gave up" in text)
         reason = f"{reason} to call {running.what}{f' ({quitters})' if quitters else ''}"
         return OperationTimeoutError(reason, peers=awaited, timeout=running.timeout)
-
-
-def _end_of(running: _Running) -> float:
-    return running.deadline + (0.0 if running.agreement.coordinates else _FOLLOWERS_GRACE)
 
 
 def _grace_of(running: _Running, accused: Collection[int]) -> float:
