@@ -29,8 +29,7 @@ from asyncdist.kernel.transport.wire_format import AGREE, pack_key
 REGROUP = 0xFFFFFFFF
 """The number of the agreement on a group's successor. It is the group's last one."""
 _FIRST_LOOK, _LONGEST_LOOK, _LONGEST_OF_MANY = 2e-3, 0.5, 4.0
-"""Seconds between two looks at the members that an agreement waits for; the pause doubles. Many members that repeated
-their messages as often as few would send more than slow ones can read."""
+"""Seconds between two looks; the pause doubles. Many that repeat messages as often as few send more than they can read."""
 _ASK_AFTER = 0.25
 """The pause from which on members repeat their messages, of which one may have found no descriptor for a connection.
 
@@ -242,8 +241,7 @@ class Agreements:
     def _next_look(self, running: _Running) -> float:
         """Return when to look at an agreement again: after its pause, or once others have had their time."""
         now, accused = monotonic(), self._accused(running)
-        is_late = now + running.pause >= running.deadline
-        due = now + (min(running.pause, _LONGEST_LOOK) if is_late else running.pause)
+        due = now + (running.pause if now + running.pause < running.deadline else min(running.pause, _LONGEST_LOOK))
         if running.accused_since is not None:
             due = min(due, running.accused_since + _grace_of(running, accused))
         if running.hopeless_since is not None and running.agreement.coordinates:
