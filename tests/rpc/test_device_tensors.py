@@ -401,6 +401,7 @@ async def test_call_that_ends_before_its_tensor_was_copied_returns_the_loan(job,
         else:
             call = it.call("note", [tensor])
             del tensor
+            await eventually(lambda: near.lent if moment == "before" else tasks_of(far.device))
             await near.ping()
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
