@@ -19,7 +19,7 @@ from asyncdist.cli.page import Column, Grid, duration
 from benchmarks.benchmark import COUNTS, Benchmark, option
 from benchmarks.grid import FIGURE, Case, GridReport, Target, figure_within, yes_or_no
 from benchmarks.scale.cluster import Shape
-from benchmarks.scale.measured import MANY, RealWorld, measured_costs, real_world
+from benchmarks.scale.measured import CROWDED, RealWorld, measured_costs, real_world
 from benchmarks.scale.simulation import DOWNTIME, SLOWNESS, Loss, Outcome, simulate
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
                     first, *later = (step.seconds for step in world.barriers)
                     case.add(_WHO, world.start.seconds, first=first, later=median(later))
                 shape = Shape(size, size, os.cpu_count() or 1, memory=transport != "tcp")
-                longer = max(0.0, median(world.turn for world in worlds) - turn) if size > MANY else 0.0
+                longer = max(0.0, median(world.turn for world in worlds) - turn) if size > CROWDED else 0.0
                 case.add(_SIMULATED, **_samples(simulate(shape, replace(costs, wakeup=longer))))
                 case.targets = [Target(_MOST_OFF, _off, lambda value: f"a factor of {value:g}")]
                 yield case

@@ -13,6 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from asyncdist.kernel.algorithms import recursive_doubling, tree
+from asyncdist.kernel.algorithms.schedule import CROWD, Schedule
+from asyncdist.kernel.algorithms.selection import DEFAULT, choose
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -118,6 +122,18 @@ class Shape:
     per_host: int = 8
     processors: int = 64
     memory: bool = True
+
+    @property
+    def is_crowd(self) -> bool:
+        """Whether all ranks are of one host, whose processors many of them share."""
+        return CROWD < self.size <= self.per_host and self.size >= 2 * self.processors
+
+    @property
+    def schedule_of_barrier(self) -> Callable[[int, int, Any, Any], Schedule]:
+        """The schedule of a barrier by messages."""
+        model = DEFAULT.on_one_host(self.size, self.processors) if self.is_crowd and not self.memory else DEFAULT
+        is_tree = choose("barrier", 0, self.size, model=model) == "tree"
+        return tree.barrier if is_tree else recursive_doubling.barrier
 
 
 class Cluster:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
+from asyncdist.kernel.algorithms.hierarchy import crowd_layout
 from benchmarks.laboratory import Laboratory, hear_all
 from benchmarks.scale.cluster import Costs, Shape
 from benchmarks.scale.simulation import start
@@ -14,8 +17,8 @@ from benchmarks.scale.virtual_time import run
 
 CONNECTIONS, REQUESTS, READ_NBYTES = 64, 2048, 16 * (4 << 20)
 """The connections and requests of the client of the measured store, and the bytes that it reads."""
-FEW, MANY = 2, 32
-"""The ranks of the worlds in which the processor time of a rank is measured."""
+FEW, MANY, CROWDED = 2, 32, 48
+"""The ranks of the worlds in which the processor time of a rank is measured: two that all meet, and a crowd."""
 _BARRIERS = 8
 _PATIENCE = 900.0
 _NO_SPINNING = {"ASYNCDIST_SPIN_US": "0", "ASYNCDIST_AWAIT_SPIN_US": "0"}
@@ -80,44 +83,69 @@ def measured_costs(laboratory: Laboratory, transport: str, *, crowded: bool) -> 
         The costs, and the time that a process of the largest measured world needs for its turn. The more processes take
         turns, the longer does each need when it wakes up, because its data have left the caches.
     """
-    costs = _with_store(laboratory, Costs())
+    costs = replace(_with_store(laboratory, Costs()), start=0, neighbour=0)
     memory = transport != "tcp"
     few, many = (real_world(laboratory, size, transport, _BARRIERS) for size in (FEW, MANY))
-    costs = replace(costs, start=0, neighbour=0)
-    _, used = run(start(Shape(FEW, memory=memory), costs))
-    costs = replace(costs, start=max(0.0, few.start.processor - used))
-    _, used = run(start(Shape(MANY, MANY, memory=memory), costs))
-    grown = many.start.processor - used
+    costs = replace(costs, start=max(0.0, few.start.processor - _used(Shape(FEW, memory=memory), costs)))
+    grown = many.start.processor - _used(Shape(MANY, MANY, memory=memory), costs)
     costs = replace(costs, neighbour=max(0.0, grown) / (MANY - 1))
-    size, world = (FEW, few)
     if crowded:
-        size, world = MANY, many
-        # The system's own time, and that for which a processor waits.
-        costs = replace(costs, start=costs.start + max(0.0, _share(many.start, MANY) - many.start.processor))
+        return _with_crowd(laboratory, transport, costs, few)
     if memory:
-        _, later = _barriers(world, size, crowded)
-        (cold, _), (grown, _) = _barriers(few, FEW, crowded), _barriers(many, MANY, crowded)
+        _, later = _barriers(few.barriers)
+        (cold, _), (grown, _) = _barriers(few.barriers), _barriers(many.barriers)
         mapping = max(0.0, grown - cold) / (MANY - FEW)
-        costs = replace(costs, wake=later / (size - 1), map=mapping, cold=max(0.0, cold - mapping))
-        world = real_world(laboratory, size, "tcp", _BARRIERS)
+        costs = replace(costs, wake=later / (FEW - 1), map=mapping, cold=max(0.0, cold - mapping))
+        few = real_world(laboratory, FEW, "tcp", _BARRIERS)
     # A rank of a dissemination sends and receives in each round, always over another connection.
-    dial, message = (spent / (2 * (size - 1).bit_length()) for spent in _barriers(world, size, crowded))
+    dial, message = (spent / 2 for spent in _barriers(few.barriers))
     return replace(costs, message=message, dial=dial), many.turn
 
 
-def _barriers(world: RealWorld, size: int, crowded: bool) -> tuple[float, float]:
-    """Return what the first barrier takes of a rank's processor time more than a later one, and what that takes.
+def _with_crowd(laboratory: Laboratory, transport: str, costs: Costs, few: RealWorld) -> tuple[Costs, float]:
+    """Return what a rank of a crowd needs, whose barriers take its share of the time of all processors."""
+    cores = os.cpu_count() or 1
+    shape, memory = Shape(CROWDED, CROWDED, cores, memory=transport != "tcp"), transport != "tcp"
+    world = linked = real_world(laboratory, CROWDED, transport, _BARRIERS)
+    costs = replace(costs, start=costs.start + max(0.0, _share(world.start) - _used(shape, costs)))
+    if memory:
+        linked = real_world(laboratory, CROWDED, "tcp", _BARRIERS)
+    # Each of the connections of a tree carries a message in each direction.
+    dial, message = (spent * CROWDED / (CROWDED - 1) for spent in _barriers(linked.barriers, _share))
+    costs = replace(costs, dial=dial / 2, message=message / 4)
+    if memory:
+        (cold, _), (first, later) = _barriers(few.barriers), _barriers(world.barriers, _share)
+        layout = crowd_layout(CROWDED, 0)
+        assert layout is not None
+        nodes, mates = len(layout.nodes), len(layout.nodes[0]) - 1
+        messages = 2 * (nodes - 1).bit_length() * nodes / CROWDED
+        costs = replace(
+            costs,
+            wake=max(0.0, later - messages * costs.message) / mates,
+            cold=cold,
+            map=max(0.0, first - cold - (mates + messages) * costs.neighbour) / mates,
+        )
+    return costs, world.turn
 
-    In a ``crowded`` world that is the rank's part of the time of all processors.
-    """
-    first, *others = (_share(step, size) if crowded else step.processor for step in world.barriers)
+
+def _used(shape: Shape, costs: Costs) -> float:
+    """Return the processor time of a rank in a simulated start."""
+    _, used = run(start(shape, costs))
+    return used
+
+
+def _barriers(
+    barriers: Sequence[Step], spent: Callable[[Step], float] = attrgetter("processor")
+) -> tuple[float, float]:
+    """Return what the first barrier takes of a rank more than a later one, and what that takes."""
+    first, *others = map(spent, barriers)
     later = median(others)
     return max(0.0, first - later), later
 
 
-def _share(step: Step, size: int) -> float:
-    """Return a rank's part of the time of all processors."""
-    return step.seconds * (os.cpu_count() or 1) / size
+def _share(step: Step) -> float:
+    """Return a rank's part of the time of all processors, in a crowd."""
+    return step.seconds * (os.cpu_count() or 1) / CROWDED
 
 
 def _with_store(laboratory: Laboratory, costs: Costs) -> Costs:

@@ -11,7 +11,7 @@ import functools
 import math
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
 from asyncdist.groups import introductions
-from asyncdist.kernel.algorithms import recursive_doubling
+from asyncdist.kernel.algorithms.hierarchy import crowd_layout
 from asyncdist.kernel.algorithms.schedule import Recv, Schedule, Send
 from asyncdist.kernel.engine.control_messages import ENDED, encode_abort, ranks_to_notify
 from asyncdist.kernel.engine.endpoint import Endpoint
@@ -48,6 +48,8 @@ SLOWNESS = 20.0
 """The processor time of a slow rank, as a multiple of that of the others."""
 _RACK = 32
 """The hosts of a rack; fewer in a world of fewer than four racks."""
+_MET_OF_CROWD = 2
+"""The ranks of its host that a rank of a crowd meets at the start."""
 _STOPPED, _CUT_OFF = "stopped", "cut off"
 _UNDISTURBED = 3
 """The heartbeats before ranks fall silent."""
@@ -187,7 +189,8 @@ class _World:
         self._pages[rank] = known.pages
         reached = {}
         if self._shape.memory:
-            await process.worked(self._costs.neighbour * (len(mates) - 1))
+            met = _MET_OF_CROWD if self._shape.is_crowd else len(mates) - 1
+            await process.worked(self._costs.neighbour * met)
             reached["shm"] = mates
         await introductions.share_reached(session, reached, more=False)
 
@@ -222,8 +225,9 @@ class _World:
             deliver()
         else:
             self._connected.add(pair)
-            accept = partial(other.send, one, nbytes, 0.0, costs.dial / 2, deliver)
-            dial = partial(one.send, other, nbytes, costs.dial / 2, costs.dial, accept)
+            spent = costs.neighbour if self._shape.memory and one.host is other.host else costs.dial
+            accept = partial(other.send, one, nbytes, 0.0, spent / 2, deliver)
+            dial = partial(one.send, other, nbytes, spent / 2, spent, accept)
             if self._pages[sender].holds(receiver):
                 dial()
             else:
@@ -234,12 +238,17 @@ class _World:
     async def _barrier(self, *, is_first: bool = False) -> None:
         """Pass a barrier: within each host in shared memory, and between the first ranks of the hosts by messages."""
         shape, costs = self._shape, self._costs
-        mates = min(shape.per_host, shape.size) - 1 if shape.memory else 0
-        before = mates * costs.wake / 2 + (costs.cold + mates * costs.map) * is_first * bool(mates)
-        await asyncio.gather(*(process.worked(before) for process in self.cluster.processes))
-        ranks = range(0, shape.size, shape.per_host if shape.memory else 1)
+        per_node = min(shape.per_host, shape.size) if shape.memory else 1
+        layout = crowd_layout(per_node, 0) if shape.is_crowd and shape.memory else None
+        per_node = per_node if layout is None else len(layout.nodes[0])
+        mates = per_node - 1
+        others = mates * (costs.map + (0.0 if layout is None else costs.neighbour)) + costs.cold * bool(mates)
+        await asyncio.gather(
+            *(process.worked(mates * costs.wake / 2 + others * is_first) for process in self.cluster.processes)
+        )
+        ranks = range(0, shape.size, per_node)
         if len(ranks) > 1:
-            await _Barrier(self, ranks).done
+            await _Barrier(self, ranks, shape.schedule_of_barrier).done
         await asyncio.gather(*(process.worked(mates * costs.wake / 2) for process in self.cluster.processes))
 
     # -- the loss of a rank ------------------------------------------------------------------------
@@ -312,13 +321,10 @@ class _World:
 class _Barrier:
     """Runs the schedules of a barrier of some ranks."""
 
-    def __init__(self, world: _World, ranks: Sequence[int]) -> None:
+    def __init__(self, world: _World, ranks: Sequence[int], schedule: Callable[[int, int, Any, Any], Schedule]) -> None:
         self._world, self._ranks, self._left = world, ranks, len(ranks)
         self.done = asyncio.get_running_loop().create_future()
-        self._schedules: list[Schedule] = [
-            recursive_doubling.barrier(place, len(ranks), None, None) for place in range(len(ranks))
-        ]
-        self._awaited: list[int | None] = [None] * len(ranks)
+        self._schedules = [schedule(place, len(ranks), None, None) for place in range(len(ranks))]
         self._arrived: list[Counter[int]] = [Counter() for _ in ranks]
         for place in range(len(ranks)):
             self._advance(place)
@@ -331,7 +337,6 @@ class _Barrier:
                     self._world.send(self._ranks[place], self._ranks[action.peer], 0, self._take, action.peer, place)
                 elif isinstance(action, Recv):
                     self._arrived[place][action.peer] -= 1
-                    self._awaited[place] = action.peer
             if self._waits(place):
                 return
         self._left -= 1
@@ -339,8 +344,7 @@ class _Barrier:
             self.done.set_result(None)
 
     def _waits(self, place: int) -> bool:
-        peer = self._awaited[place]
-        return peer is not None and self._arrived[place][peer] < 0
+        return any(left < 0 for left in self._arrived[place].values())
 
     def _take(self, place: int, sender: int) -> None:
         waited = self._waits(place)
