@@ -50,14 +50,14 @@ class Step:
     processor: float
 
 
-def real_world(laboratory: Laboratory, size: int, transport: str, barriers: int = 4) -> RealWorld:
+def real_world(laboratory: Laboratory, size: int, transport: str) -> RealWorld:
     """Start a world of processes on this machine, and let it pass barriers and a token."""
     where = laboratory.world()
     settings: dict[str, Any] = {"ASYNCDIST_TRANSPORT": transport, **_NO_SPINNING}
-    ranks = [laboratory.start("be_rank", where, rank, size, barriers, **settings) for rank in range(size)]
+    ranks = [laboratory.start("be_rank", where, rank, size, _BARRIERS, **settings) for rank in range(size)]
     steps = []
     hear_all(ranks, _PATIENCE)
-    for _ in range(2 + barriers):
+    for _ in range(2 + _BARRIERS):
         for each in ranks:
             each.say("begin")
         begun, ended, used = zip(*hear_all(ranks, _PATIENCE), strict=True)
@@ -85,7 +85,7 @@ def measured_costs(laboratory: Laboratory, transport: str, *, crowded: bool) -> 
     """
     costs = replace(_with_store(laboratory, Costs()), start=0, neighbour=0)
     memory = transport != "tcp"
-    few, many = (real_world(laboratory, size, transport, _BARRIERS) for size in (FEW, MANY))
+    few, many = (real_world(laboratory, size, transport) for size in (FEW, MANY))
     costs = replace(costs, start=max(0.0, few.start.processor - _used(Shape(FEW, memory=memory), costs)))
     grown = many.start.processor - _used(Shape(MANY, MANY, memory=memory), costs)
     costs = replace(costs, neighbour=max(0.0, grown) / (MANY - 1))
@@ -96,7 +96,7 @@ def measured_costs(laboratory: Laboratory, transport: str, *, crowded: bool) -> 
         (cold, _), (grown, _) = _barriers(few.barriers), _barriers(many.barriers)
         mapping = max(0.0, grown - cold) / (MANY - FEW)
         costs = replace(costs, wake=later / (FEW - 1), map=mapping, cold=max(0.0, cold - mapping))
-        few = real_world(laboratory, FEW, "tcp", _BARRIERS)
+        few = real_world(laboratory, FEW, "tcp")
     # A rank of a dissemination sends and receives in each round, always over another connection.
     dial, message = (spent / 2 for spent in _barriers(few.barriers))
     return replace(costs, message=message, dial=dial), many.turn
@@ -106,10 +106,10 @@ def _with_crowd(laboratory: Laboratory, transport: str, costs: Costs, few: RealW
     """Return what a rank of a crowd needs, whose barriers take its share of the time of all processors."""
     cores = os.cpu_count() or 1
     shape, memory = Shape(CROWDED, CROWDED, cores, memory=transport != "tcp"), transport != "tcp"
-    world = linked = real_world(laboratory, CROWDED, transport, _BARRIERS)
+    world = linked = real_world(laboratory, CROWDED, transport)
     costs = replace(costs, start=costs.start + max(0.0, _share(world.start) - _used(shape, costs)))
     if memory:
-        linked = real_world(laboratory, CROWDED, "tcp", _BARRIERS)
+        linked = real_world(laboratory, CROWDED, "tcp")
     # Each of the connections of a tree carries a message in each direction.
     dial, message = (spent * CROWDED / (CROWDED - 1) for spent in _barriers(linked.barriers, _share))
     costs = replace(costs, dial=dial / 2, message=message / 4)
