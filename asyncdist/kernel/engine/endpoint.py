@@ -166,12 +166,13 @@ class Endpoint:
         self.transport_selector.reached = reached
         self.recorder.progress.append(self._executor.progress)
         self.recorder.details.append(self._state)
-        spin, crowded = self.transport_selector.spin_policy()
+        used = self.transport_selector.used_in_world()
+        spin, crowded = self.transport_selector.spin_policy(used)
         placement = self.transport_selector.placement if self.transport_selector.local_size > 1 else None
         await_spin = min(spin, self.config.await_spin_us * 1e-6)
         self.progress.waiting.configure(spin, await_spin, placement, crowded=crowded)
         self.progress.loop_driver.idle_watch.last_call = lambda: self.recorder.last
-        self.progress.submit(self.transport_selector.end_unused)
+        self.progress.submit(lambda: self.transport_selector.end_all_but(used))
         self.progress.ensure_driven()
 
     def notices_flushed(self) -> Until:

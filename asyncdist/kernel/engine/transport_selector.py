@@ -113,7 +113,7 @@ class TransportSelector:
     def _address(self, transport: Transport, peer: int) -> Mapping[str, Any] | None:
         return (self._here.get(peer, {}) if transport.is_local else self.addresses[peer] or {}).get(transport.name)
 
-    def _used(self) -> set[Transport]:
+    def used_in_world(self) -> set[Transport]:
         """Return the transports to all peers, and those with which ranks of other machines may send to this one."""
         near = [self._transport_to(peer) for peer in self._here if peer != self.rank]
         used = {transport for transport in near if transport is not None}
@@ -121,9 +121,9 @@ class TransportSelector:
             used.update(each for each in self.transports if not each.is_local and each.name in self._offered)
         return used
 
-    def end_unused(self) -> None:
+    def end_all_but(self, used: set[Transport]) -> None:
         """Let the transports end to listen over which no peer sends to this rank."""
-        for transport in set(self.transports) - self._used():
+        for transport in set(self.transports) - used:
             transport.end_listening()
 
     def link(self, peer: int) -> Link:
@@ -225,9 +225,9 @@ class TransportSelector:
             self._cores = [(rank, *last_core(process)) for rank, process in islice(others, _MOST_CORES)]
         return self._cores
 
-    def spin_policy(self) -> tuple[float, bool]:
+    def spin_policy(self, used: Iterable[Transport]) -> tuple[float, bool]:
         """Return the seconds to spin before sleeping, and whether ranks outnumber the cores."""
-        policies = [transport.spin_policy(self.local_size) for transport in self._used()]
+        policies = [transport.spin_policy(self.local_size) for transport in used]
         return min((spin for spin, _ in policies), default=0.0), any(crowded for _, crowded in policies)
 
     def busy(self) -> bool:
