@@ -1,7 +1,7 @@
 """Carries the messages of agreements along a tree, so that no member of a large group talks to all others.
 
 The members are divided in their order into blocks of `DEGREE`, these into blocks of `DEGREE` blocks, and so on. The *relay*
-of a block is its first member that nobody is known to hold lost, so the coordinator is the relay of all its blocks. A
+of a block is its first member that no member is known to hold lost, so the coordinator is the relay of all its blocks. A
 message climbs to the relay of the largest block that does not contain its receiver, crosses to the relay of the receiver's
 block of that size, and goes down to the receiver. Members with different views of who is lost pass no message on in a
 circle: positions descend while it climbs, and after it has crossed, only smaller blocks are left.
@@ -226,7 +226,7 @@ class Courier:
     # -- the tree ------------------------------------------------------------------------------
 
     def _living(self, positions: Iterable[int]) -> Iterator[int]:
-        """Yield the positions of members that nobody is known to hold lost."""
+        """Yield the positions of members that no member is known to hold lost."""
         return (each for each in positions if not self.agreement.shuns(self._members[each]))
 
     def _block(self, position: int, size: int) -> range:

@@ -15,7 +15,7 @@ class AwaitedLink(Link):
         peer: The peer.
         rank: This rank.
         ask: Begins to make the link. It is called once, when a message is sent or the link is opened.
-        lacks: What this rank does not have until then.
+        lacks: The words with which `connectivity_problem` names the missing part.
     """
 
     def __init__(

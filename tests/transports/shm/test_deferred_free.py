@@ -37,7 +37,16 @@ class Rank:
     def make_slots(self):
         members = range(self.size)
         self.slots = SlotTable(
-            GROUP_NUMBER, self.rank, members, self.local_peers, arena(), self.fence, 1 << 12, members, pytest.fail
+            GROUP_NUMBER,
+            self.rank,
+            members,
+            self.local_peers,
+            arena(),
+            self.fence,
+            1 << 12,
+            members,
+            pytest.fail,
+            meet=set().add,
         )
         self.control.publish_group(self.control.reserve_entry(), GROUP_NUMBER, self.slots.block.offset)
 

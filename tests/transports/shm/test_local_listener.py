@@ -19,7 +19,7 @@ from asyncdist.groups.world import open_world
 from asyncdist.kernel.memory.shared_arena import arena
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
-from asyncdist_transports.shm import local_listener, transport
+from asyncdist_transports.shm import local_listener, meetings, transport
 from asyncdist_transports.shm.local_listener import LocalListener, unreachable_reason
 from tests.support.faults import cancelled_at
 
@@ -124,9 +124,9 @@ async def test_unauthenticated_connections_are_refused_and_do_not_block_peers(co
 
 
 async def test_silent_strangers_give_way_to_peers(monkeypatch, connect_strangers):
-    monkeypatch.setattr(transport, "_MOST_STRANGERS", 2)
+    monkeypatch.setattr(meetings, "_MOST_STRANGERS", 2)
     connect_strangers(40)
-    accept_peer, waiting, most = transport.accept_peer, 0, 0
+    accept_peer, waiting, most = meetings.accept_peer, 0, 0
 
     async def counted(*args):
         nonlocal waiting, most
@@ -137,7 +137,7 @@ async def test_silent_strangers_give_way_to_peers(monkeypatch, connect_strangers
         finally:
             waiting -= 1
 
-    monkeypatch.setattr(transport, "accept_peer", counted)
+    monkeypatch.setattr(meetings, "accept_peer", counted)
     async with world_of(2, transport="shm") as groups:
         await check_sums(groups)
     assert 0 < most < 10
@@ -244,7 +244,7 @@ async def test_destroyed_groups_leak_no_memory():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "failing", [(LocalListener, "accept"), (transport, "connect_peer")], ids=["accepting", "connecting"]
+    "failing", [(LocalListener, "accept"), (meetings, "connect_peer")], ids=["accepting", "connecting"]
 )
 async def test_process_out_of_sockets_logs_it_and_uses_next_transport(monkeypatch, caplog, failing):
     async def no_socket(*_):

@@ -8,7 +8,7 @@ order:
 `control_block`    the words of a rank that its peers read: whether it sleeps, where its slot tables and rings are
 `local_peer`       a peer on this host: its mapped memory, and the Unix socket for wake-ups, control messages and its end
 `local_listener`   how two ranks connect: token, process identity, descriptors
-`meetings`         how ranks of a crowded host meet after the start
+`meetings`         how ranks meet at the start, and those of a crowded host later
 `byte_ring`        messages between two ranks, as a byte stream through a ring buffer
 `deferred_free`    memory that this rank has released and that peers may still read
 `transport`        the transport of one rank

@@ -13,7 +13,7 @@ listens so.
 
 Both proofs cover the nonce and the random name of the accepting rank's socket, which no other world has seen.
 
-`transport` runs this while a world opens, and `meetings` later.
+`meetings` runs this.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""How two ranks of a crowded host meet after the start: when one of them first needs the other.
+"""How two ranks of a host meet: at the start, or in a crowd when one of them first needs the other.
 
-If each of P ranks met all others at the start, P² / 2 handshakes would take most of its time where a core has many ranks.
-So a rank keeps listening, and the drivers of the world run the handshakes of `local_listener`. Either rank may dial. If
-both do, the connection of the higher one counts. `transport` owns the `Meetings` of a rank.
+If each of P ranks of a crowd met all others at the start, P² / 2 handshakes would take most of its time where a core has
+many ranks. So a rank keeps listening, and the drivers of the world run the handshakes of `local_listener`. Either rank may
+dial. If both do, the connection of the higher one counts. `transport` owns the meetings of a rank.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 
 from asyncdist.base.backoff import Backoff
-from asyncdist.base.descriptors import is_transient
+from asyncdist.base.descriptors import ClosingOnError, is_transient
 from asyncdist.kernel.memory.shared_arena import Arena
 from asyncdist.kernel.transport.base import Address, Host, Wait
 from asyncdist.net.admission import EvictingQueue
@@ -30,6 +31,7 @@ from asyncdist_transports.shm.local_listener import (
     accept_peer,
     connect_peer,
     dialling_socket,
+    on_loop,
 )
 from asyncdist_transports.shm.local_peer import READABLE
 
@@ -37,6 +39,113 @@ log = logging.getLogger("asyncdist.shm")
 
 # Connections that may be in their handshake in addition to those of the peers; a further one evicts the oldest.
 _MOST_STRANGERS = 256
+
+
+class FirstMeetings:
+    """The handshakes of one rank at the start, on the running loop.
+
+    Args:
+        host: The rank's endpoint.
+        listener: The listener for this rank's peers.
+        arena: The memory of this rank, with the control block at ``control_offset``.
+        met: Called with the socket and the memory of a peer.
+
+    Attributes:
+        refused: Why a rank shares no memory.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        listener: LocalListener,
+        arena: Arena,
+        control_offset: int,
+        met: Callable[[socket.socket, Introduction], None],
+    ) -> None:
+        self._host, self._listener, self._arena, self._control_offset = host, listener, arena, control_offset
+        self._met = met
+        self.refused: dict[int, str] = {}
+
+    async def meet(self, peers: Mapping[int, Address], timeout: float) -> None:
+        """Connect to the lower ones of some ranks, and accept the higher ones."""
+        expected = {peer for peer in peers if peer > self._host.rank}
+        async with asyncio.TaskGroup() as tasks:
+            for peer, address in peers.items():
+                if peer < self._host.rank:
+                    tasks.create_task(self._connect_to(peer, address, timeout))
+            if expected:
+                tasks.create_task(self._accept_peers(expected, timeout))
+
+    async def _connect_to(self, peer: int, address: Address, timeout: float) -> None:
+        try:
+            sock = dialling_socket()
+            with ClosingOnError(sock):
+                async with asyncio.timeout(timeout):
+                    introduction = await on_loop(
+                        connect_peer(sock, peer, address, self._host, self._arena, self._control_offset)
+                    )
+        except PeerRefused as refusal:
+            self.refused[peer] = str(refusal)
+        except TimeoutError:
+            self.refused[peer] = "it did not answer at its Unix socket"
+        except OSError as cause:
+            self.refused[peer] = _too_few_sockets(cause)
+        else:
+            self._met(sock, introduction)
+
+    async def _accept_peers(self, missing: set[int], timeout: float) -> None:
+        """Accept the ``missing`` peers. Handshakes run concurrently: a connection that sends nothing delays no other."""
+        unproven: EvictingQueue[asyncio.Task[bool]] = EvictingQueue(len(missing) + _MOST_STRANGERS, asyncio.Task.cancel)
+
+        def refusal_of(rank: int) -> str:
+            return "" if rank in missing else f"it claims to be rank {rank}"
+
+        def end() -> None:
+            """End the loop below, and cancel the handshakes with processes that are not peers."""
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
+
+        async def handshake(sock: socket.socket) -> bool:
+            try:
+                introduction = await on_loop(
+                    accept_peer(sock, self._listener.name, self._host, self._arena, self._control_offset, refusal_of)
+                )
+            except PeerRefused as refusal:
+                log.debug("rank %d refused a connection: %s", self._host.rank, refusal)
+                if refusal.rank in missing:
+                    missing.discard(refusal.rank)
+                    self.refused[refusal.rank] = str(refusal)
+                is_peer = False
+            else:
+                missing.discard(introduction[0])
+                self._met(sock, introduction)
+                is_peer = True
+            if not missing:
+                end()
+            return is_peer
+
+        def ended(sock: socket.socket, task: asyncio.Task[bool]) -> None:
+            """Close a socket that belongs to no peer. A task that is cancelled before it begins executes no line."""
+            unproven.discard(task)
+            if task.cancelled() or task.exception() is not None or not task.result():
+                sock.close()
+
+        reason = "it did not connect to this rank's Unix socket"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout) as limit, asyncio.TaskGroup() as handshakes:
+                while True:
+                    try:
+                        sock = await self._listener.accept()
+                    except OSError as cause:
+                        if is_transient(cause):
+                            continue
+                        reason = _too_few_sockets(cause)
+                        end()
+                        break
+                    task = handshakes.create_task(handshake(sock))
+                    task.add_done_callback(functools.partial(ended, sock))
+                    unproven.add(task)
+        self.refused.update(dict.fromkeys(missing, reason))
 
 
 class _Meeting:
@@ -203,3 +312,7 @@ class Meetings:
                 with contextlib.suppress(OSError):
                     meeting.sock.send(self._host.closing_frames(meeting.peer))
             self._end(meeting)
+
+
+def _too_few_sockets(cause: OSError) -> str:
+    return f"this process gets no more sockets: {cause.strerror}"

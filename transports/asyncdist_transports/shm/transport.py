@@ -6,7 +6,6 @@ contract.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import logging
@@ -17,7 +16,6 @@ from itertools import repeat
 from time import monotonic
 from typing import Any, ClassVar
 
-from asyncdist.base.descriptors import ClosingOnError, is_transient
 from asyncdist.errors import AsyncdistError, PeerLostError, SharedMemoryError, ranks
 from asyncdist.kernel.algorithms.schedule import CROWD
 from asyncdist.kernel.memory import shared_arena as shared
@@ -25,7 +23,6 @@ from asyncdist.kernel.memory.shared_arena import Arena
 from asyncdist.kernel.transport.awaited_link import AwaitedLink
 from asyncdist.kernel.transport.base import Address, Host, Link, Outgoing, Sleep, Transport, Wait
 from asyncdist.kernel.transport.native import Native
-from asyncdist.net.admission import EvictingQueue
 from asyncdist_transports.shm import deferred_free
 from asyncdist_transports.shm.byte_ring import NBYTES as RING_NBYTES
 from asyncdist_transports.shm.collectives.native import ShmNative
@@ -34,23 +31,16 @@ from asyncdist_transports.shm.control_block import BEATS, ControlBlock, OwnContr
 from asyncdist_transports.shm.local_listener import (
     Introduction,
     LocalListener,
-    PeerRefused,
-    accept_peer,
-    connect_peer,
-    dialling_socket,
-    on_loop,
     unreachable_reason,
 )
 from asyncdist_transports.shm.local_peer import READABLE, LocalPeer, PeerGone
-from asyncdist_transports.shm.meetings import Meetings
+from asyncdist_transports.shm.meetings import FirstMeetings, Meetings
 from asyncdist_transports.shm.memory_order import Fence
 
 log = logging.getLogger("asyncdist.shm")
 
 # Seconds within which ranks that have all published their addresses are expected to connect.
 _PATIENCE = 10.0
-# Connections that may be in their handshake in addition to those of the peers; a further one evicts the oldest.
-_MOST_STRANGERS = 256
 # Address space that the arenas of the peers of a host may take: three quarters of that of a process.
 _MOST_MAPPED_NBYTES = 3 << 45
 # How often, and every how many seconds, a rank checks whether its peers have left a group that it has left.
@@ -119,7 +109,8 @@ class ShmTransport(Transport):
         assert listener is not None
         assert own is not None
         local: dict[int, Address] = {}
-        refused: dict[int, str] = {}
+        first = FirstMeetings(self.host, listener, self._arena, self._control.block.offset, self._add_peer)
+        refused = first.refused
         for peer, address in addresses.items():
             if address is None:
                 refused[peer] = "it offers none"
@@ -140,7 +131,7 @@ class ShmTransport(Transport):
                 # A peer that cannot connect reports it.
                 with contextlib.suppress(OSError):
                     listener.listen_by_descriptor()
-            await self._connect_peers(listener, near, min(timeout, _PATIENCE), refused)
+            await first.meet(near, min(timeout, _PATIENCE))
             if self.local_peers and (unmet := {peer: local[peer] for peer in local.keys() - near.keys()}):
                 self._meetings = Meetings(
                     self.host, listener, unmet, self._arena, self._control.block.offset, self._meet, self._cannot_meet
@@ -158,91 +149,6 @@ class ShmTransport(Transport):
         self._same_process = any(local[peer]["pid"] == own["pid"] for peer in reached)
         return reached
 
-    async def _connect_peers(
-        self, listener: LocalListener, local: Mapping[int, Address], timeout: float, refused: dict[int, str]
-    ) -> None:
-        """Connect to the lower ranks, and accept the higher ones; note in ``refused`` why a rank shares no memory."""
-        expected = {peer for peer in local if peer > self.host.rank}
-        async with asyncio.TaskGroup() as tasks:
-            for peer, address in local.items():
-                if peer < self.host.rank:
-                    tasks.create_task(self._connect_to(peer, address, timeout, refused))
-            if expected:
-                tasks.create_task(self._accept_peers(listener, expected, timeout, refused))
-
-    async def _connect_to(self, peer: int, address: Address, timeout: float, refused: dict[int, str]) -> None:
-        try:
-            sock = dialling_socket()
-            with ClosingOnError(sock):
-                async with asyncio.timeout(timeout):
-                    introduction = await on_loop(
-                        connect_peer(sock, peer, address, self.host, self._arena, self._control.block.offset)
-                    )
-        except PeerRefused as refusal:
-            refused[peer] = str(refusal)
-        except TimeoutError:
-            refused[peer] = "it did not answer at its Unix socket"
-        except OSError as cause:
-            refused[peer] = _too_few_sockets(cause)
-        else:
-            self._add_peer(sock, introduction)
-
-    async def _accept_peers(
-        self, listener: LocalListener, missing: set[int], timeout: float, refused: dict[int, str]
-    ) -> None:
-        """Accept the ``missing`` peers. Handshakes run concurrently: a connection that sends nothing delays no other."""
-        unproven: EvictingQueue[asyncio.Task[bool]] = EvictingQueue(len(missing) + _MOST_STRANGERS, asyncio.Task.cancel)
-
-        def refusal_of(rank: int) -> str:
-            return "" if rank in missing else f"it claims to be rank {rank}"
-
-        def end() -> None:
-            """End the loop below, and cancel the handshakes with processes that are not peers."""
-            if not limit.expired():
-                limit.reschedule(asyncio.get_running_loop().time())
-
-        async def handshake(sock: socket.socket) -> bool:
-            try:
-                introduction = await on_loop(
-                    accept_peer(sock, listener.name, self.host, self._arena, self._control.block.offset, refusal_of)
-                )
-            except PeerRefused as refusal:
-                log.debug("rank %d refused a connection: %s", self.host.rank, refusal)
-                if refusal.rank in missing:
-                    missing.discard(refusal.rank)
-                    refused[refusal.rank] = str(refusal)
-                is_peer = False
-            else:
-                missing.discard(introduction[0])
-                self._add_peer(sock, introduction)
-                is_peer = True
-            if not missing:
-                end()
-            return is_peer
-
-        def ended(sock: socket.socket, task: asyncio.Task[bool]) -> None:
-            """Close a socket that belongs to no peer. A task that is cancelled before it begins executes no line."""
-            unproven.discard(task)
-            if task.cancelled() or task.exception() is not None or not task.result():
-                sock.close()
-
-        reason = "it did not connect to this rank's Unix socket"
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout) as limit, asyncio.TaskGroup() as handshakes:
-                while True:
-                    try:
-                        sock = await listener.accept()
-                    except OSError as cause:
-                        if is_transient(cause):
-                            continue
-                        reason = _too_few_sockets(cause)
-                        end()
-                        break
-                    task = handshakes.create_task(handshake(sock))
-                    task.add_done_callback(functools.partial(ended, sock))
-                    unproven.add(task)
-        refused.update(dict.fromkeys(missing, reason))
-
     def _meet(self, sock: socket.socket, introduction: Introduction) -> None:
         """Go on with a peer that has met after the start."""
         self._add_peer(sock, introduction)
@@ -251,6 +157,11 @@ class ShmTransport(Transport):
         local_peer.signal()
         if (link := self._awaited.pop(local_peer.peer, None)) is not None:
             link.continue_over(ShmLink(local_peer))
+
+    def _begin_to_meet(self, peer: int) -> None:
+        """Begin to meet a peer of a crowd, unless it has met."""
+        if self._meetings is not None:
+            self._meetings.begin(peer)
 
     def _cannot_meet(self, peer: int, reason: str) -> None:
         if peer in self._used:
@@ -303,7 +214,7 @@ class ShmTransport(Transport):
         slots = SlotTable(
             number, members.index(self.host.rank), members, self.local_peers, self._arena, self._fence,
             config.shm_area_nbytes, waits, self.host.difference,
-            meet=id if self._meetings is None else self._meetings.begin, oversubscribed=self._oversubscribed,
+            meet=self._begin_to_meet, oversubscribed=self._oversubscribed,
         )  # fmt: skip
         try:
             place = self._control.reserve_entry()
@@ -511,7 +422,3 @@ class ShmLink(Link):
 
     def send(self, message: Outgoing) -> bool:
         return self._local_peer.send(message)
-
-
-def _too_few_sockets(cause: OSError) -> str:
-    return f"this process gets no more sockets: {cause.strerror}"

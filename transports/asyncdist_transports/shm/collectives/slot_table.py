@@ -111,7 +111,7 @@ class SlotTable:
         waits: Sequence[Wait],
         mismatch_error: Callable[[int, int, int], Exception],
         *,
-        meet: Callable[[int], object] = id,
+        meet: Callable[[int], object],
         oversubscribed: bool = False,
     ) -> None:
         self.number, self.rank, self.size = number, rank, len(world_ranks)
