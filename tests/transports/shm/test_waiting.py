@@ -415,3 +415,24 @@ def test_member_that_awaits_a_slot_is_woken_before_the_next_call():
         return was_woken
 
     assert run_ranks(2, rank, transport="shm") == [True, True]
+
+
+async def test_call_over_links_waits_until_others_have_read_the_words_of_the_call_before_in_its_slot():
+    async with world_of(2, transport="shm") as groups:
+        await asyncio.gather(*[group.barrier() for group in groups])
+        zero, one = (native_of(group).slots for group in groups)
+        for slots in (zero, one):
+            run(slots.enter(2))
+            slots.post(2, 77, 0, 1)
+        zero.publish(2, DONE)
+        passing = zero.pass_by(2 + SLOTS, 88)
+        assert next(passing) == 1
+        one.check_calls(2, 77, one.others)
+        one.publish(2, DONE)
+        run(passing)
+        assert zero.words[2 * LINE + STEP] == (2 + SLOTS) << 24 | DONE
+
+
+def run(schedule):
+    """Run a schedule that waits for nobody."""
+    assert list(schedule) == []

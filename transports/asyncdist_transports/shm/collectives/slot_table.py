@@ -199,13 +199,17 @@ class SlotTable:
         self.publish(number, step)
 
     def pass_by(self, number: int, call: int) -> Schedule:
-        """Publish the call of a collective that uses no slot, without waiting for others, and leave the slot.
+        """Publish the call of a collective that uses no slot, and leave the slot.
 
-        It wakes only members that wait for this one in this table.
+        This waits for others only if the collective before used the slot: they may still read the words of that one. It
+        wakes only members that wait for this one in this table.
         """
-        at, words, now = number % SLOTS * LINE, self.words, number << SHIFT
+        at, words, now, before = number % SLOTS * LINE, self.words, number << SHIFT, number - SLOTS
         while words[at] < now - (SLOTS << SHIFT) + DONE:
             yield self.wait
+        if before > 0 and self.last_numbers[number % SLOTS] == before:
+            yield from self.wait_done(before)
+            self.check_deferred(number)
         words[at], self.posted[number % SLOTS] = now, None
         self.fence.light()
         words[at + CALL], words[at + LOCATION] = call, 0
