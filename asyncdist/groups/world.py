@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from asyncdist.base.deadline import Timeout, seconds
@@ -309,7 +310,7 @@ async def _open(
             addresses, hosts = pages.column(ADDRESSES), pages.column(HOSTS)
             endpoint.know(addresses, hosts, known.machine, known.offered, pages)
             if len(known.hosts) <= 1:
-                endpoint.model = endpoint.model.on_one_host(meeting.world_size, os.cpu_count() or 1)
+                endpoint.model = replace(endpoint.model, cores=os.cpu_count() or 1)
             probes = endpoint.transport_selector.probe_peers(meeting.remaining())
             measures = known.profile is None and config.calibrate and len(known.hosts) > 1
             reached = await meeting.before_exchange(probes)

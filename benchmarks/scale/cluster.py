@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncdist.kernel.algorithms import recursive_doubling, tree
@@ -131,7 +131,7 @@ class Shape:
     @property
     def schedule_of_barrier(self) -> Callable[[int, int, Any, Any], Schedule]:
         """The schedule of a barrier by messages."""
-        model = DEFAULT.on_one_host(self.size, self.processors) if self.is_crowd and not self.memory else DEFAULT
+        model = replace(DEFAULT, cores=self.processors if self.is_crowd else 0)
         is_tree = choose("barrier", 0, self.size, model=model) == "tree"
         return tree.barrier if is_tree else recursive_doubling.barrier
 

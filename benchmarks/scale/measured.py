@@ -9,7 +9,6 @@ from operator import attrgetter
 from statistics import median
 from typing import Any
 
-from asyncdist.kernel.algorithms.hierarchy import crowd_layout
 from benchmarks.laboratory import Laboratory, hear_all
 from benchmarks.scale.cluster import Costs, Shape
 from benchmarks.scale.simulation import start
@@ -90,7 +89,7 @@ def measured_costs(laboratory: Laboratory, transport: str, *, crowded: bool) -> 
     grown = many.start.processor - _used(Shape(MANY, MANY, memory=memory), costs)
     costs = replace(costs, neighbour=max(0.0, grown) / (MANY - 1))
     if crowded:
-        return _with_crowd(laboratory, transport, costs, few)
+        return _with_crowd(laboratory, transport, costs)
     if memory:
         _, later = _barriers(few.barriers)
         (cold, _), (grown, _) = _barriers(few.barriers), _barriers(many.barriers)
@@ -102,30 +101,17 @@ def measured_costs(laboratory: Laboratory, transport: str, *, crowded: bool) -> 
     return replace(costs, message=message, dial=dial), many.turn
 
 
-def _with_crowd(laboratory: Laboratory, transport: str, costs: Costs, few: RealWorld) -> tuple[Costs, float]:
+def _with_crowd(laboratory: Laboratory, transport: str, costs: Costs) -> tuple[Costs, float]:
     """Return what a rank of a crowd needs, whose barriers take its share of the time of all processors."""
     cores = os.cpu_count() or 1
     shape, memory = Shape(CROWDED, CROWDED, cores, memory=transport != "tcp"), transport != "tcp"
-    world = linked = real_world(laboratory, CROWDED, transport)
+    world = real_world(laboratory, CROWDED, transport)
     costs = replace(costs, start=costs.start + max(0.0, _share(world.start) - _used(shape, costs)))
-    if memory:
-        linked = real_world(laboratory, CROWDED, "tcp")
-    # Each of the connections of a tree carries a message in each direction.
-    dial, message = (spent * CROWDED / (CROWDED - 1) for spent in _barriers(linked.barriers, _share))
-    costs = replace(costs, dial=dial / 2, message=message / 4)
-    if memory:
-        (cold, _), (first, later) = _barriers(few.barriers), _barriers(world.barriers, _share)
-        layout = crowd_layout(CROWDED, 0)
-        assert layout is not None
-        nodes, mates = len(layout.nodes), len(layout.nodes[0]) - 1
-        messages = 2 * (nodes - 1).bit_length() * nodes / CROWDED
-        costs = replace(
-            costs,
-            wake=max(0.0, later - messages * costs.message) / mates,
-            cold=cold,
-            map=max(0.0, first - cold - (mates + messages) * costs.neighbour) / mates,
-        )
-    return costs, world.turn
+    first, later = _barriers(world.barriers, _share)
+    # Each of the connections of a tree carries a message in each direction. Those in shared memory exist since the start.
+    per_connection = CROWDED / (CROWDED - 1)
+    costs = replace(costs, message=later * per_connection / 4)
+    return replace(costs, cold=first) if memory else replace(costs, dial=first * per_connection / 2), world.turn
 
 
 def _used(shape: Shape, costs: Costs) -> float:

@@ -23,7 +23,7 @@ from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
 from asyncdist.groups import introductions
-from asyncdist.kernel.algorithms.hierarchy import crowd_layout
+from asyncdist.kernel.algorithms import tree
 from asyncdist.kernel.algorithms.schedule import Recv, Schedule, Send
 from asyncdist.kernel.engine.control_messages import ENDED, encode_abort, ranks_to_notify
 from asyncdist.kernel.engine.endpoint import Endpoint
@@ -48,8 +48,6 @@ SLOWNESS = 20.0
 """The processor time of a slow rank, as a multiple of that of the others."""
 _RACK = 32
 """The hosts of a rack; fewer in a world of fewer than four racks."""
-_MET_OF_CROWD = 2
-"""The ranks of its host that a rank of a crowd meets at the start."""
 _STOPPED, _CUT_OFF = "stopped", "cut off"
 _UNDISTURBED = 3
 """The heartbeats before ranks fall silent."""
@@ -189,8 +187,11 @@ class _World:
         self._pages[rank] = known.pages
         reached = {}
         if self._shape.memory:
-            met = _MET_OF_CROWD if self._shape.is_crowd else len(mates) - 1
-            await process.worked(self._costs.neighbour * met)
+            met = [mate for mate in mates if mate != rank]
+            if self._shape.is_crowd:
+                met = tree.neighbours(rank, len(mates))
+                self._connected.update((min(rank, mate), max(rank, mate)) for mate in met)
+            await process.worked(self._costs.neighbour * len(met))
             reached["shm"] = mates
         await introductions.share_reached(session, reached, more=False)
 
@@ -236,13 +237,11 @@ class _World:
     # -- a barrier -----------------------------------------------------------------------------------
 
     async def _barrier(self, *, is_first: bool = False) -> None:
-        """Pass a barrier: within each host in shared memory, and between the first ranks of the hosts by messages."""
+        """Pass a barrier: between the first ranks of the hosts by messages, and in a crowd between all."""
         shape, costs = self._shape, self._costs
-        per_node = min(shape.per_host, shape.size) if shape.memory else 1
-        layout = crowd_layout(per_node, 0) if shape.is_crowd and shape.memory else None
-        per_node = per_node if layout is None else len(layout.nodes[0])
+        per_node = min(shape.per_host, shape.size) if shape.memory and not shape.is_crowd else 1
         mates = per_node - 1
-        others = mates * (costs.map + (0.0 if layout is None else costs.neighbour)) + costs.cold * bool(mates)
+        others = mates * costs.map + costs.cold * shape.memory
         await asyncio.gather(
             *(process.worked(mates * costs.wake / 2 + others * is_first) for process in self.cluster.processes)
         )

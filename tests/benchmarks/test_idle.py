@@ -18,7 +18,9 @@ def test_idle_ranks_are_measured_and_keep_little() -> None:
     first, other = report.cases
     for case in report.cases:
         assert all(case.median(who) > 3 and case.median(who, "threads") > 1 for who in CONTENDERS)
-    assert [other.median(who, "threads") for who in CONTENDERS[:2]] == [3, 3]
+    for kept in map(other.facts["kept"].get, CONTENDERS[:2]):
+        # numpy may have threads of its own.
+        assert sum(kept["world"]["threads"].values()) - sum(kept["import"]["threads"].values()) == 2
     # 1.6 and 8.3 MiB on the machine of the documentation.
     assert other.median("shm,tcp", "private") < 2.2 * MIB
     assert other.median("shm,tcp", "imported_private") < 9.3 * MIB

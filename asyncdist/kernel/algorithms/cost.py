@@ -35,6 +35,10 @@ class Cost:
             self.reduced + other.reduced,
         )
 
+    def on_shared_cores(self, share: int) -> Cost:
+        """Return the cost where each core has ``share`` ranks, all of which do this much."""
+        return Cost(self.rounds, self.messages * share, self.nbytes * share, self.reduced * share)
+
 
 def in_shares(size: int, nbytes: int, *, reduces: bool = False) -> Cost:
     """Return the cost of P-1 rounds, in each of which a rank sends, receives and perhaps reduces 1/P of the tensor."""

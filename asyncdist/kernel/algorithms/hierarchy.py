@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from asyncdist.kernel.algorithms.cost import Cost
-from asyncdist.kernel.algorithms.schedule import CROWD, Combine, Place, Recv, Schedule, Send, Step
+from asyncdist.kernel.algorithms.schedule import Combine, Place, Recv, Schedule, Send, Step
 from asyncdist.kernel.algorithms.selection import DEFAULT, Model, candidates
 from asyncdist.kernel.algorithms.sharing import Sharing
 
@@ -30,8 +30,6 @@ _MIN_PARTS = 8
 _MIN_BLOCKS = 16
 # Batches in which a node processes the blocks of a part. Each costs an exchange within the node.
 _MOST_BATCHES = 3
-_CROWD_NODE = 8
-"""Ranks of a crowded host that synchronize in one round."""
 _MIN_SLICE_NBYTES, _MIN_BLOCK_NBYTES = 256 << 10, 128 << 10
 
 
@@ -102,17 +100,6 @@ def layout(members: Sequence[int], own: int, sharing: Sharing) -> NodeLayout | N
     if nodes is None or len(nodes) < 2 or len(nodes) == len(members):
         return None
     return NodeLayout(tuple(map(tuple, nodes)), members.index(own))
-
-
-def crowd_layout(size: int, rank: int) -> NodeLayout | None:
-    """Return the layout of the small collectives of a group whose ranks all share memory and few cores.
-
-    Return None for a group of at most `CROWD` ranks. The nodes are runs of ranks that follow each other.
-    """
-    if size <= CROWD:
-        return None
-    starts = range(0, size, _CROWD_NODE)
-    return NodeLayout(tuple(tuple(range(start, min(start + _CROWD_NODE, size))) for start in starts), rank)
 
 
 def among(members: Sequence[int], schedule: Schedule) -> Schedule:

@@ -13,7 +13,7 @@ one side of an all_to_all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from asyncdist.config import Config
@@ -30,8 +30,8 @@ class Model:
     The defaults were fitted to two processes and non-blocking sockets over loopback TCP: k messages each way in a round
     take 4 + 6 k microseconds (plus the framing of asyncdist), a byte each way 0.3 to 0.4 ns, a byte of float32 added
     in cache 0.02 to 0.05 ns. The choice depends on the ratios of these values, which vary less between machines. Between
-    hosts, measured values replace them (`asyncdist.groups.calibration`); ``source`` says where the values are from. Where
-    ranks of a crowded host share cores, ``share`` of them on each, the messages of all of them count.
+    hosts, measured values replace them (`asyncdist.groups.calibration`); ``source`` says where the values are from.
+    ``cores`` is the number that all ranks share; 0 if they are on several hosts.
     """
 
     alpha: float = 5e-6
@@ -39,12 +39,12 @@ class Model:
     gamma: float = 0.04e-9
     overhead: float = 7e-6
     segment_nbytes: int = 1 << 20
-    share: int = 1
+    cores: int = 0
     source: str = "the defaults, which were fitted to TCP within one machine"
 
-    def on_one_host(self, ranks: int, cores: int) -> Model:
-        """Return the model of a world of ranks of one host, whose cores a crowd of them shares."""
-        return replace(self, share=max(1, ranks // cores)) if ranks > CROWD else self
+    def share(self, size: int) -> int:
+        """Return the ranks for each core, which take turns, if the ranks of a group crowd their host; else 1."""
+        return max(1, size // self.cores) if self.cores and size > CROWD else 1
 
     def seconds(self, cost: Cost) -> float:
         """Return the predicted time of a schedule."""
@@ -85,12 +85,25 @@ def _tree_rounds(size: int) -> int:
     return (size - 1).bit_length()
 
 
+def _of_all(cost: Callable[[int, int], Cost]) -> Callable[[int, int, Model], Cost]:
+    """Return the cost of a schedule in which all ranks do as much, and take turns if they share cores."""
+    return lambda size, nbytes, model: cost(size, nbytes).on_shared_cores(model.share(size))
+
+
+def _there_and_back(size: int, nbytes: int, model: Model) -> Cost:
+    """Return the cost of a reduce to one rank and a broadcast along a tree, in which most ranks do little."""
+    rounds = _tree_rounds(size)
+    times = max(rounds, model.share(size)) if rounds else 0
+    return Cost(2 * rounds, 2 * times, 2 * times * nbytes, times * nbytes)
+
+
 # Among equal costs the first is chosen. The first schedule of each collective always applies.
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     "all_reduce": (
-        Candidate("doubling", lambda p, n, _: recursive_doubling.all_reduce_cost(p, n), sends_sums=True),
-        Candidate("ring", lambda p, n, _: in_shares(p, n, reduces=True) + in_shares(p, n)),
-        Candidate("halving", lambda p, n, _: recursive_doubling.halving_all_reduce_cost(p, n), contiguous=True),
+        Candidate("doubling", _of_all(lambda p, n: recursive_doubling.all_reduce_cost(p, n)), sends_sums=True),
+        Candidate("ring", _of_all(lambda p, n: in_shares(p, n, reduces=True) + in_shares(p, n))),
+        Candidate("halving", _of_all(lambda p, n: recursive_doubling.halving_all_reduce_cost(p, n)), contiguous=True),
+        Candidate("tree", _there_and_back, sends_sums=True),
     ),
     "broadcast": (
         Candidate("tree", lambda p, n, _: in_whole(_tree_rounds(p), n)),
@@ -118,10 +131,8 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     "gather": (Candidate("star", lambda p, n, _: in_one_round(p, n)),),
     "scatter": (Candidate("star", lambda p, n, _: in_one_round(p, n)),),
     "barrier": (
-        Candidate("dissemination", lambda p, _, model: Cost(_tree_rounds(p), _tree_rounds(p) * model.share)),
-        Candidate(
-            "tree", lambda p, _, model: Cost(2 * _tree_rounds(p), max(_tree_rounds(p), 2 * model.share * (p > 1)))
-        ),
+        Candidate("dissemination", _of_all(lambda p, _: in_whole(_tree_rounds(p), 0))),
+        Candidate("tree", lambda p, _, model: _there_and_back(p, 0, model)),
     ),
 }
 

@@ -46,6 +46,15 @@ def reduce(rank: int, size: int, root: int, data: Place) -> Schedule:
         yield (Send(parent, data),)
 
 
+def all_reduce(rank: int, size: int, data: Place) -> Schedule:
+    """Reduce ``data`` over all ranks, in place: to rank 0, which then broadcasts it.
+
+    Costs 2 ceil(log2 P) rounds for P ranks, but only 2 (P-1) messages in all.
+    """
+    yield from reduce(rank, size, 0, data)
+    yield from broadcast(rank, size, 0, data)
+
+
 def barrier(rank: int, size: int, nothing_out: Place, nothing_in: Place) -> Schedule:
     """Complete on every rank once every rank has started: a reduce to rank 0 and a broadcast of nothing.
 
@@ -84,6 +93,12 @@ def chain_broadcast_cost(size: int, nbytes: int, segments: int = 1) -> Cost:
 def segment_count(nbytes: int, segment_nbytes: int) -> int:
     """Return the number of segments, each of at most ``segment_nbytes``, into which a chain cuts a tensor; at least one."""
     return max(1, -(-nbytes // segment_nbytes))
+
+
+def neighbours(rank: int, size: int) -> list[int]:
+    """Return the ranks to which a rank is joined in the binomial tree of rank 0."""
+    parent, children = _parent_and_children(rank, size, 0)
+    return children if parent is None else [parent, *children]
 
 
 def _parent_and_children(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:

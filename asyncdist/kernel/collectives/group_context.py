@@ -23,6 +23,14 @@ from asyncdist.kernel.transport.wire_format import Fingerprint, shape_checksum
 
 Blocks = Sequence[Memory] | TensorBlocks
 
+_SMALL = {
+    Collective.all_reduce: "all_reduce",
+    Collective.all_reduce_coalesced: "all_reduce",
+    Collective.barrier: "barrier",
+}
+_MOST_SMALL_NBYTES = 64 << 10
+"""Bytes of the largest of these calls for which many ranks that share memory and cores use links."""
+
 
 class Lane(NamedTuple):
     """One of ``lanes`` parts of a call, which travel over different connections to the same peer."""
@@ -56,8 +64,7 @@ class GroupContext:
     Attributes:
         window: Number of parts that run at once.
         native: Runs whole collectives without links; None if the group has no such transport.
-        hierarchical: Combines native collectives and links; None unless the group spans several hosts, or many ranks share
-            the cores of one.
+        hierarchical: Combines native collectives and links; None unless the group spans several hosts.
     """
 
     rank: int
@@ -89,15 +96,20 @@ class GroupContext:
     def in_memory(self, signature: CallSignature, nbytes: int, arrange: Arrange | None = None) -> MemoryPlan | None:
         """Return the plan of a call in memory that all members reach; None if the collective uses links."""
         # The name of a member of an enumeration takes a Python frame.
-        native, hierarchical = self.native, self.hierarchical
-        if native is None or (self.forced and signature.collective.name.removesuffix("_coalesced") in self.forced):
+        native, collective = self.native, signature.collective
+        if native is None or (self.forced and collective.name.removesuffix("_coalesced") in self.forced):
             return None
-        if hierarchical is not None and hierarchical.takes_from_native(signature.collective, nbytes):
+        if self.model.share(self.size) > 1 and self._takes_tree(collective, nbytes):
             return None
         call = native.prepare(signature)
         if arrange is None:
             return MemoryPlan(signature.fingerprint, nbytes, call)
         return MemoryPlan(signature.fingerprint, nbytes, lambda number, *tensors: call(number, *arrange(*tensors)))
+
+    def _takes_tree(self, collective: Collective, nbytes: int) -> bool:
+        """Return whether a small call sends 2 (P-1) messages. Without, each of P ranks that share cores reads P words."""
+        name = _SMALL.get(collective)
+        return name is not None and nbytes <= _MOST_SMALL_NBYTES and self.choose(name, nbytes) == "tree"
 
     def hierarchical_for(self, collective: str) -> HierarchicalCollectives | None:
         """Return the hierarchical collectives; None if the collective uses links only. A forced algorithm does."""

@@ -70,11 +70,6 @@ Part = Callable[[int], Schedule]
 """``part(number)`` is the schedule of a part whose native collectives have the numbers from ``number`` on."""
 
 
-_SMALL = frozenset({Collective.all_reduce, Collective.all_reduce_coalesced, Collective.barrier})
-_MOST_SMALL_NBYTES = 64 << 10
-"""Bytes of the largest call of these collectives that many ranks of one host make through the first ones of nodes."""
-
-
 class HierarchicalCollectives:
     """The collectives of one group over its nodes.
 
@@ -112,10 +107,6 @@ class HierarchicalCollectives:
         """Release the resources of the native collectives."""
         if self._native is not None:
             self._native.close()
-
-    def takes_from_native(self, collective: Collective, nbytes: int) -> bool:
-        """Return whether a call of a group whose ranks all share memory is faster here than in one round of all."""
-        return collective in _SMALL and nbytes <= _MOST_SMALL_NBYTES
 
     def _numbered(self, parts: Iterable[tuple[int, Part]]) -> Iterator[Schedule]:
         """Reserve the numbers of all parts, each of which comes with its count of native collectives; return schedules."""

@@ -149,6 +149,8 @@ def _all_reduce_steps(
     if algorithm == "halving":
         blocks = TensorBlocks.split(memory, recursive_doubling.floor_power_of_two(size))
         yield from recursive_doubling.halving_all_reduce(rank, size, blocks)
+    elif algorithm == "tree":
+        yield from tree.all_reduce(rank, size, memory)
     else:
         yield from recursive_doubling.all_reduce(rank, size, memory, lane.of(scratch))
     if kernels.averages:
@@ -157,22 +159,24 @@ def _all_reduce_steps(
 
 def _all_reduce_wide(group: GroupContext, kernels: Arithmetic, nbytes: int, dtype: torch.dtype) -> OverLinks:
     """Return a function that makes the schedules of an all-reduce of ``nbytes`` bytes of narrow floats."""
-    small = group.choose("all_reduce", nbytes, widening=kernels.accumulator.itemsize // dtype.itemsize) == "doubling"
+    algorithm = group.choose("all_reduce", nbytes, widening=kernels.accumulator.itemsize // dtype.itemsize)
     return lambda tensor: (
-        _wide_segment(group, part, kernels, small) for part in segments(flat_memory(tensor), _SEGMENT_COUNT)
+        _wide_segment(group, part, kernels, algorithm) for part in segments(flat_memory(tensor), _SEGMENT_COUNT)
     )
 
 
-def _wide_segment(group: GroupContext, memory: Memory, kernels: Arithmetic, small: bool) -> Schedule:
+def _wide_segment(group: GroupContext, memory: Memory, kernels: Arithmetic, algorithm: str) -> Schedule:
     """All-reduce narrow floats; every sum is accumulated in float32 and rounded once.
 
     Small tensors are sent as float32. Of large ones each rank receives all contributions to its block, which are narrow.
     """
-    rank, size = group.rank, group.size
+    rank, size, small = group.rank, group.size, algorithm in ("doubling", "tree")
     blocks = TensorBlocks.split(memory, 1 if small else size)
     mine = blocks[0 if small else rank]
     own = Memory(mine.tensor.to(kernels.accumulator), wire=None if small else memory.dtype)
-    if small:
+    if algorithm == "tree":
+        yield from tree.all_reduce(rank, size, own)
+    elif small:
         yield from recursive_doubling.all_reduce(rank, size, own, Memory(torch.empty_like(own.tensor)))
     else:
         yield from pairwise.reduce_scatter(rank, size, blocks, own)

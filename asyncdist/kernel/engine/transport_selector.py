@@ -19,7 +19,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from asyncdist.errors import TransportUnavailableError
-from asyncdist.kernel.algorithms.hierarchy import NodeLayout, crowd_layout, layout
+from asyncdist.kernel.algorithms.hierarchy import NodeLayout, layout
 from asyncdist.kernel.algorithms.sharing import Sharing
 from asyncdist.kernel.engine.drivers.core_placement import CorePlacement
 from asyncdist.kernel.engine.operation import Channel
@@ -275,19 +275,14 @@ class TransportSelector:
     def node_layout(self, channel: Channel) -> tuple[NodeLayout, Native | None] | None:
         """Return the layout of a group over several nodes, and the native collectives of this rank's node.
 
-        Many ranks of one crowded host are several nodes, too. Return None if the group has no hierarchy. The collectives
-        are None if this rank is alone on its node.
+        Return None if the group has no hierarchy. The collectives are None if this rank is alone on its node.
         """
         members = channel.members
         for name, sharing in self.reached.items():
-            transport, number = self._transport_named(name), channel.number
-            if sharing.connects_all(members):
-                # Another number than that of `native`.
-                number ^= 1
-                nodes = crowd_layout(len(members), members.index(self.rank)) if transport.is_crowded else None
-            else:
-                nodes = layout(members, self.rank, sharing)
+            nodes = layout(members, self.rank, sharing)
             if nodes is not None:
                 node = tuple(members[rank] for rank in nodes.members)
-                return nodes, None if len(node) == 1 else transport.native(number, node, nodes.members)
+                if len(node) == 1:
+                    return nodes, None
+                return nodes, self._transport_named(name).native(channel.number, node, nodes.members)
         return None

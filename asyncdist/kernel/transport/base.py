@@ -190,11 +190,6 @@ class Transport(ABC):
         crowded = local_size > (os.cpu_count() or 1)
         return (0.0 if crowded or self.same_thread else self.host.config.spin_us * 1e-6), crowded
 
-    @property
-    def is_crowded(self) -> bool:
-        """Whether this host has several ranks for each core. All ranks of the host get the same answer."""
-        return False
-
     def peer_cores(self, core: int) -> Iterable[tuple[int, int, bool]]:
         """Publish the core of the calling thread, which waits, and return those of the peers on this host.
 

@@ -181,6 +181,7 @@ ALL_REDUCES: dict[str, Maker] = {
     "doubling.halving_all_reduce": reducing(
         halving_all_reduce, "all_reduce.halving", recursive_doubling.floor_power_of_two
     ),
+    "tree.all_reduce": reducing(tree.all_reduce, "all_reduce.tree"),
 }
 ANY_SIZE: dict[str, Maker] = {
     **ALL_REDUCES,

@@ -65,12 +65,14 @@ def test_one_rank_costs_nothing_and_some_schedule_always_applies(collective: str
     assert all(candidates(collective)[0].applies(size, contiguous=False) for size in range(1, 65))
 
 
-def test_barrier_of_a_crowd_on_few_cores_is_a_tree() -> None:
+def test_small_calls_of_a_crowd_on_few_cores_take_a_tree() -> None:
     chosen = [
-        choose("barrier", 0, 64, model=DEFAULT.on_one_host(ranks, cores))
-        for ranks, cores in ((64, 64), (64, 33), (64, 32), (64, 2), (33, 2), (32, 2))
+        choose(collective, 4, ranks, model=Model(cores=cores))
+        for collective in ("barrier", "all_reduce")
+        for ranks, cores in ((64, 64), (64, 32), (64, 16), (64, 2), (33, 2), (32, 2))
     ]
-    assert chosen == ["dissemination", "dissemination", "tree", "tree", "tree", "dissemination"]
+    assert chosen[:6] == ["dissemination", "dissemination", "tree", "tree", "tree", "dissemination"]
+    assert chosen[6:] == ["doubling", "doubling", "tree", "tree", "tree", "doubling"]
 
 
 def test_choice_depends_on_the_weights_of_the_model() -> None:
@@ -104,7 +106,7 @@ def test_forced_schedules_are_parsed() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("all_reduce=rign", "no schedule 'rign' for all_reduce; there are doubling, ring, halving"),
+        ("all_reduce=rign", "no schedule 'rign' for all_reduce; there are doubling, ring, halving, tree"),
         ("allreduce=ring", "no collective 'allreduce'; there are all_reduce, broadcast, reduce"),
         ("ring", "'ring' is not of the form collective=schedule"),
         ("all_reduce=", "no schedule '' for all_reduce"),
@@ -119,8 +121,8 @@ def test_error_of_an_invalid_forced_schedule_names_the_valid_ones(text: str, mes
 def test_unknown_names_are_refused_by_choose_too() -> None:
     with pytest.raises(ValueError, match="no collective 'all_reduec'"):
         choose("all_reduec", 4, 2)
-    with pytest.raises(ValueError, match="no schedule 'tree' for all_reduce"):
-        choose("all_reduce", 4, 2, forced={"all_reduce": "tree"})
+    with pytest.raises(ValueError, match="no schedule 'star' for all_reduce"):
+        choose("all_reduce", 4, 2, forced={"all_reduce": "star"})
 
 
 # -- explaining ------------------------------------------------------------------------------------

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import socket
 
 import pytest
 import torch
 
 from asyncdist.errors import MismatchError, PeerLostError
-from asyncdist.kernel.algorithms import hierarchy
+from asyncdist.kernel.algorithms import selection
 from asyncdist.testing.cluster import world_of
 from asyncdist_transports.shm import meetings, transport
 from asyncdist_transports.shm.local_listener import PeerRefused
@@ -20,11 +21,10 @@ SIZE = 6
 
 @pytest.fixture(autouse=True)
 def crowded(monkeypatch):
-    """Six ranks are a crowd, with nodes of two."""
-    monkeypatch.setattr(transport, "CROWD", 4)
-    monkeypatch.setattr(hierarchy, "CROWD", 4)
-    monkeypatch.setattr(hierarchy, "_CROWD_NODE", 2)
-    monkeypatch.setattr(transport.ShmTransport, "is_crowded", property(lambda shm: len(shm._cores) > 4))
+    """Six ranks are a crowd, on one core."""
+    monkeypatch.setattr(selection, "CROWD", 4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(transport.ShmTransport, "_is_crowded", property(lambda shm: len(shm._cores) > 4))
 
 
 def shm_of(group):
@@ -41,12 +41,13 @@ async def check_sums(groups, count=10):
     assert {tensor[-1].item() for tensor in tensors} == {len(groups) * (len(groups) + 1) / 2}
 
 
-async def test_ranks_meet_their_neighbours_at_the_start_and_others_when_they_need_them():
+async def test_ranks_meet_those_of_their_tree_at_the_start_and_others_when_they_need_them():
     async with world_of(SIZE, transport="shm") as groups:
-        assert met(groups) == [[1], [0, 2], [1, 3], [2, 4], [3, 5], [4]]
+        joined = [[1, 2, 4], [0], [0, 3], [2], [0, 5], [4]]
+        assert met(groups) == joined
         await asyncio.gather(*[group.barrier() for group in groups])
-        # The first ranks of the nodes exchange.
-        assert met(groups) == [[1, 2, 4], [0, 2], [0, 1, 3, 4], [2, 4], [0, 2, 3, 5], [4]]
+        await check_sums(groups)
+        assert met(groups) == joined
         await check_sums(groups, 100_000)
         assert met(groups) == [[each for each in range(SIZE) if each != rank] for rank in range(SIZE)]
         # Slots are reused in turn by calls of both kinds.

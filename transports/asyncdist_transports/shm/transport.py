@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any, ClassVar
 
 from asyncdist.errors import AsyncdistError, PeerLostError, SharedMemoryError, ranks
+from asyncdist.kernel.algorithms import tree
 from asyncdist.kernel.algorithms.schedule import CROWD
 from asyncdist.kernel.memory import shared_arena as shared
 from asyncdist.kernel.memory.shared_arena import Arena
@@ -121,11 +122,13 @@ class ShmTransport(Transport):
                 else:
                     refused[peer] = reason
         self._cores = {peer: set(local[peer]["cores"]) for peer in local} | {self.host.rank: set(own["cores"])}
-        # Of a crowd each rank meets two others, which proves that memory can be passed, and the rest when it needs them.
-        later = self.is_crowded and len(local) * self._arena.nbytes <= _MOST_MAPPED_NBYTES
-        here = sorted(self._cores)
-        place = here.index(self.host.rank)
-        near = {peer: local[peer] for peer in here[max(0, place - 1) : place + 2] if peer in local} if later else local
+        # Of a crowd each rank meets those of its small calls, which proves that memory can be passed, and the rest when it
+        # needs them.
+        near = local
+        if self._is_crowded and len(local) * self._arena.nbytes <= _MOST_MAPPED_NBYTES:
+            here = sorted(self._cores)
+            joined = tree.neighbours(here.index(self.host.rank), len(here))
+            near = {peer: local[peer] for peer in map(here.__getitem__, joined)}
         try:
             if any(address["net"] != own["net"] for peer, address in local.items() if peer > self.host.rank):
                 # A peer that cannot connect reports it.
@@ -192,7 +195,8 @@ class ShmTransport(Transport):
         return self._same_process or len(self._cores) > len(set().union(*self._cores.values()))
 
     @property
-    def is_crowded(self) -> bool:
+    def _is_crowded(self) -> bool:
+        """Whether this host has many ranks, several for each core. All ranks of the host get the same answer."""
         return len(self._cores) > max(CROWD, 2 * len(set().union(*self._cores.values())) - 1)
 
     def peer_cores(self, core: int) -> Iterable[tuple[int, int, bool]]:
