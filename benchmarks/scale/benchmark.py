@@ -5,6 +5,7 @@ The simulation gets its times from real processes of this machine, and is compar
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -19,19 +20,23 @@ from asyncdist.cli.page import Column, Grid, duration
 from benchmarks.benchmark import COUNTS, Benchmark, option
 from benchmarks.grid import FIGURE, Case, GridReport, Target, figure_within, yes_or_no
 from benchmarks.scale.cluster import Shape
-from benchmarks.scale.measured import CROWDED, RealWorld, measured_costs, real_world
+from benchmarks.scale.measured import CROWDED, RealWorld, measured_costs, real_world, world_of_gloo
 from benchmarks.scale.simulation import DOWNTIME, SLOWNESS, Loss, Outcome, simulate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WHO, _SIMULATED = "asyncdist", "simulated"
+_GLOO = {"gloo": True, "gloo, file": False}
+"""Contenders, and whether their store is torch's over TCP or a file."""
 _PATIENCE = 600.0
 """Seconds for one world, also on a busy machine."""
 _MOST_BYTES, _MOST_BARRIERS, _MOST_GROWTH = 2e6, 3.0, 1.3
 """The targets at 256 ranks: bytes of the store, first barrier against later ones, processor time against 32 ranks."""
 _MOST_OFF = 1.3
 """The factor by which a simulated time may differ from the measured one."""
+_TIMES_GLOO, _AGAINST_GLOO = 10.0, (64, 128)
+"""How many times faster than gloo these numbers of processes should be there, start and first barrier, in shared memory."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,10 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
         self.laboratory.progress("the costs of a process")
         measured = {each: measured_costs(self.laboratory, each, crowded=True) for each in ("shm,tcp", "tcp")}
         for size in self.plan.processes:
+            others: list[tuple[str, RealWorld]] = []
+            for number, (who, is_over_tcp) in itertools.product(range(self.plan.rounds), _GLOO.items()):
+                self.laboratory.progress(f"{size} processes of {who}: {number + 1} of {self.plan.rounds}")
+                others.append((who, world_of_gloo(self.laboratory, size, is_over_tcp=is_over_tcp)))
             for transport, (costs, turn) in measured.items():
                 worlds: list[RealWorld] = []
                 case = Case("processes", f"{size}", facts={"transport": transport})
@@ -108,11 +117,16 @@ class ScaleBenchmark(Benchmark[ScalePlan]):
                     self.laboratory.progress(f"{size} processes over {transport}: {number + 1} of {self.plan.rounds}")
                     worlds.append(world := real_world(self.laboratory, size, transport))
                     first, *later = (step.seconds for step in world.barriers)
-                    case.add(_WHO, world.start.seconds, first=first, later=median(later))
+                    case.add(_WHO, world.start.seconds, first=first, later=median(later), both=world.first_seconds)
+                for who, other in others:
+                    case.add(who, other.start.seconds, both=other.first_seconds)
                 shape = Shape(size, size, os.cpu_count() or 1, memory=transport != "tcp")
                 longer = max(0.0, median(world.turn for world in worlds) - turn) if size > CROWDED else 0.0
                 case.add(_SIMULATED, **_samples(simulate(shape, replace(costs, wakeup=longer))))
-                case.targets = [Target(_MOST_OFF, _off, lambda value: f"a factor of {value:g}")]
+                case.targets = [Target(_MOST_OFF, _off, lambda value: f"a factor of {value:g}", allowance=1.1)]
+                if size in _AGAINST_GLOO and transport != "tcp":
+                    faster = Target(_TIMES_GLOO, _times_gloo, lambda value: f"{value:g} × gloo", True, allowance=1.1)
+                    case.targets.append(faster)
                 yield case
 
     def _simulation(self) -> Iterator[Case]:
@@ -188,6 +202,10 @@ def _off(case: Case) -> float:
     return max(max(ratio, 1 / ratio) for ratio in ratios)
 
 
+def _times_gloo(case: Case) -> float:
+    return case.median("gloo", "both") / case.median(_WHO, "both")
+
+
 def _time(heading: str, quantity: str = FIGURE, who: str = _WHO) -> Column[Case]:
     def text(case: Case) -> str:
         value = case.median(who, quantity)
@@ -245,6 +263,16 @@ _TABLES: list[tuple[str, str, str, list[Column[Case]]]] = [
             _simulated("simulated\nfirst barrier", "first"),
             _time("later\nbarrier", "later"),
             _simulated("simulated\nlater barrier", "later"),
+        ],
+    ),
+    (
+        "processes",
+        "Start and first barrier of processes",
+        "gloo with torch's TCPStore, or with a file",
+        [
+            _RANKS,
+            ("over", lambda case: str(case.facts["transport"])),
+            *[_time(who, "both", who) for who in (_WHO, *_GLOO)],
             *_REACHED,
         ],
     ),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 from operator import attrgetter
 from statistics import median
 from typing import Any
 
-from benchmarks.laboratory import Laboratory, hear_all
+from benchmarks.laboratory import HOST, Laboratory, hear_all
+from benchmarks.processes import RankProcess
 from benchmarks.scale.cluster import Costs, Shape
 from benchmarks.scale.simulation import start
 from benchmarks.scale.virtual_time import run
@@ -35,6 +38,11 @@ class RealWorld:
     barriers: list[Step]
     turn: float
 
+    @property
+    def first_seconds(self) -> float:
+        """The seconds of the start and the first barrier."""
+        return self.start.seconds + self.barriers[0].seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -54,20 +62,36 @@ def real_world(laboratory: Laboratory, size: int, transport: str) -> RealWorld:
     where = laboratory.world()
     settings: dict[str, Any] = {"ASYNCDIST_TRANSPORT": transport, **_NO_SPINNING}
     ranks = [laboratory.start("be_rank", where, rank, size, _BARRIERS, **settings) for rank in range(size)]
+    first, *passed, turns = _steps(laboratory, ranks, 2 + _BARRIERS)
+    return RealWorld(first, passed, turns.seconds / size)
+
+
+def world_of_gloo(laboratory: Laboratory, size: int, *, is_over_tcp: bool) -> RealWorld:
+    """Start a world of gloo, whose store is torch's over TCP, as launchers use it, or a file; let it pass a barrier."""
+    where = laboratory.world()
+    if is_over_tcp:
+        with socket.create_server((HOST, 0)) as server:
+            where = f"tcp://{HOST}:{server.getsockname()[1]}"
+    ranks = [laboratory.start("be_gloo_rank", laboratory.world(), where, rank, size) for rank in range(size)]
+    first, barrier = _steps(laboratory, ranks, 2)
+    return RealWorld(first, [barrier], nan)
+
+
+def _steps(laboratory: Laboratory, ranks: Sequence[RankProcess], count: int) -> list[Step]:
+    """Let ranks take steps, and end."""
     steps = []
     hear_all(ranks, _PATIENCE)
-    for _ in range(2 + _BARRIERS):
+    for _ in range(count):
         for each in ranks:
             each.say("begin")
         begun, ended, used = zip(*hear_all(ranks, _PATIENCE), strict=True)
-        steps.append(Step(max(ended) - min(begun), sum(used) / size))
+        steps.append(Step(max(ended) - min(begun), sum(used) / len(ranks)))
     for each in ranks:
         each.say("end")
     for each in ranks:
         each.wait(_PATIENCE)
     laboratory.clear()
-    first, *passed, _ = steps
-    return RealWorld(first, passed, (ended[0] - begun[0]) / size)
+    return steps
 
 
 def measured_costs(laboratory: Laboratory, transport: str, *, crowded: bool) -> tuple[Costs, float]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import torch
+import torch.distributed as gloo
 
 import asyncdist as dist
 from asyncdist.config import Config
@@ -179,3 +180,19 @@ async def be_rank(test: Connection, where: str, rank: int, size: int, barriers: 
         test.send((result if step is take_turns else began, time.monotonic(), time.process_time() - used))
     test.recv()
     await dist.destroy_process_group()
+
+
+def be_gloo_rank(test: Connection, alone: str, where: str, rank: int, size: int) -> None:
+    """Join a world of gloo and pass a barrier as `be_rank` does, after a world of its own."""
+    torch.set_num_threads(1)
+    gloo.init_process_group("gloo", alone, rank=0, world_size=1)
+    gloo.destroy_process_group()
+    test.send("ready")
+    meet_others: Any = functools.partial(gloo.init_process_group, "gloo", where, rank=rank, world_size=size)
+    for step in (meet_others, gloo.barrier):
+        test.recv()
+        began, used = time.monotonic(), time.process_time()
+        step()
+        test.send((began, time.monotonic(), time.process_time() - used))
+    test.recv()
+    gloo.destroy_process_group()

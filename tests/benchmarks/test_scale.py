@@ -40,7 +40,9 @@ def test_simulation_is_compared_with_processes():
     for case in (shared, tcp):
         assert case.median("asyncdist") > 0
         assert case.median("simulated") > 0
-    processes, *simulation = ScaleBenchmark.page(report).grids
+        assert min(case.median(who, "both") for who in ("asyncdist", "gloo", "gloo, file")) > 0
+    processes, starts, *simulation = ScaleBenchmark.page(report).grids
+    assert len(starts.rows) == 2
     assert [row[1] for row in processes.rows] == ["shm,tcp", "tcp"]
     assert [[row[0] for row in table.rows] for table in simulation] == [["8", "40"]] * 2
 
