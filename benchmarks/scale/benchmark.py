@@ -294,14 +294,16 @@ _TABLES: list[tuple[str, str, str, list[Column[Case]]]] = [
     (
         "simulation",
         "Faults of simulated worlds",
-        "until all others know of it + until they have the new group; a rack has 32 hosts, or a quarter; store back: "
-        f"from the return of a store after {DOWNTIME:g} s until it serves all ranks; busy: its processor time of these",
+        "until all others know of it + until they have the new group; a rack has 32 hosts, or a quarter; first: that of "
+        f"rank 0; store back: from the return of a store after {DOWNTIME:g} s until it serves all ranks; busy: its "
+        "processor time of these",
         [
             _RANKS,
             _loss("rank killed", "killed"),
             _loss("rank stopped", "stopped"),
             _loss("rack killed", "rack"),
             _loss("rack silent", "cut"),
+            _loss("first silent", "first_cut"),
             _simulated("store back", "back"),
             _simulated("busy", "busy"),
         ],

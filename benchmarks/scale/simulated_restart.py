@@ -12,6 +12,7 @@ from unittest.mock import patch
 from asyncdist.base.backoff import Backoff
 from asyncdist.config import Config
 from asyncdist.net.listening import BACKLOG
+from asyncdist.store.client import connect
 from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.server.accept import PendingConnection
 from asyncdist.store.server.server import StoreServer
@@ -33,7 +34,12 @@ async def restart(shape: Shape, costs: Costs, downtime: float) -> tuple[float, f
     """
     loop, size, cluster = asyncio.get_running_loop(), shape.size, Cluster(shape, costs)
     store, config = _Store(cluster), Config().with_(store_max_connections=size + 1)
-    with patch.object(loop, "create_connection", store.connect), patch("time.monotonic", loop.time):
+    with (
+        patch.object(loop, "create_connection", store.connect),
+        patch("time.monotonic", loop.time),
+        # Each of many clients would tell that it waits.
+        patch.object(connect.log, "disabled", True),
+    ):
         store.server = StoreServer(config, None, stays=True)
         addresses = (str(ipaddress.ip_address((127 << 24) + rank)) for rank in range(size))
         clients = await asyncio.gather(

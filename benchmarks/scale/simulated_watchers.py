@@ -95,9 +95,15 @@ class _Watcher:
         cluster.at(cluster.now() + self._watchers.phase(self.rank), self.heartbeat.start, cast(Any, self))
 
     def dial(self, peer: int) -> None:
-        if self._watchers.is_cut_off and peer not in self._counts:
-            cluster = self._watchers.cluster
-            cluster.at(cluster.now() + _ACCEPTED_WITHIN, self._asked.add, peer)
+        if peer not in self._counts:
+            cluster, is_cut_off = self._watchers.cluster, self._watchers.is_cut_off
+            cluster.at(cluster.now() + (_ACCEPTED_WITHIN if is_cut_off else 0.0), self._listen_to, peer)
+
+    def _listen_to(self, peer: int) -> None:
+        """Watch a peer that has accepted a connection, or has had the time to do so."""
+        if self._watchers.is_cut_off:
+            self._asked.add(peer)
+        self._counts.setdefault(peer, self._watchers.beats(peer))
 
     def look(self, look: Callable[[], bool]) -> None:
         look()

@@ -80,7 +80,8 @@ class Outcome:
         killed: The loss of a rank that ends, …
         stopped: … of one that is stopped, …
         rack: … of a rack whose processes all end, …
-        cut: … and of one that falls silent.
+        cut: … of one that falls silent, and …
+        first_cut: … of that of rank 0.
         back: From the return of a store until all its clients are served again.
         busy: The processor time of the store until then.
     """
@@ -96,6 +97,7 @@ class Outcome:
     stopped: Loss = _UNKNOWN
     rack: Loss = _UNKNOWN
     cut: Loss = _UNKNOWN
+    first_cut: Loss = _UNKNOWN
     back: float = math.nan
     busy: float = math.nan
 
@@ -149,7 +151,13 @@ class _World:
         first = size // 2 // per_host * per_host
         rack = range(first, min(size, first + per_host * max(1, min(_RACK, size // per_host // 4))))
         one = range(size // 2, size // 2 + 1)
-        losses = {"killed": (one, ENDED), "rack": (rack, ENDED), "cut": (rack, _CUT_OFF), "stopped": (one, _STOPPED)}
+        losses: dict[str, tuple[range, str]] = {
+            "killed": (one, ENDED),
+            "rack": (rack, ENDED),
+            "cut": (rack, _CUT_OFF),
+            "first_cut": (range(len(rack)), _CUT_OFF),
+            "stopped": (one, _STOPPED),
+        }
         for name, (lost, how) in losses.items():
             if 2 * len(lost) < size and (faults or (is_killed and name == "killed")):
                 setattr(outcome, name, await self._lose(lost, how))
@@ -282,6 +290,8 @@ class _World:
             assert not decision.votes.keys() & set(lost)
             assert len(decision.votes) == self._shape.size - len(lost)
             regrouped = self.cluster.now()
+        # Notices that are on the way belong to this loss.
+        await asyncio.sleep(self._watchers.period)
         for rank in lost:
             processes[rank].is_silent = False
         self._connected = connected

@@ -59,8 +59,10 @@ def test_faults_are_noticed_and_all_others_go_on_in_a_bounded_time():
     found = simulate(Shape(160), Costs(), faults=True)
     timeout = Config().heartbeat
     assert max(found.killed.known, found.rack.known) < 0.1
-    assert all(0.8 * timeout < loss.known < timeout + 1 for loss in (found.stopped, found.cut))
+    assert all(0.8 * timeout < loss.known < timeout + 1 for loss in (found.stopped, found.cut, found.first_cut))
     assert max(loss.regroup for loss in (found.killed, found.stopped, found.rack, found.cut)) < 1
+    # One coordinator after the other is silent, and most ranks had no connection to any of them.
+    assert timeout < found.first_cut.regroup < 5 * timeout
     # All wait for the slow rank, and only for what it does itself.
     assert found.later < found.slow_barrier < 20 * found.later
     assert found.start < found.slow_start < found.start + 20 * Costs().start + 0.1
