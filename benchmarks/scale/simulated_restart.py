@@ -33,7 +33,7 @@ async def restart(shape: Shape, costs: Costs, downtime: float) -> tuple[float, f
         The seconds from its return until it serves all ranks again, and its processor time of these.
     """
     loop, size, cluster = asyncio.get_running_loop(), shape.size, Cluster(shape, costs)
-    store, config = _Store(cluster), Config().with_(store_max_connections=size + 1)
+    store, config = _Store(cluster), Config().with_(store_max_connections=size + 1, store_reconnect=_LATER)
     with (
         patch.object(loop, "create_connection", store.connect),
         patch("time.monotonic", loop.time),

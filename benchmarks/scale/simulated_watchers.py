@@ -44,7 +44,7 @@ class Watchers:
     ) -> None:
         self.cluster, self.silent, self.is_cut_off, self.send, self.lost = cluster, silent, is_cut_off, send, lost
         self.period = Config().heartbeat / BEATS
-        self.silent_since = 0.0
+        self.silent_since, self.are_over = 0.0, False
         self.of = {rank: _Watcher(self, rank, peers) for rank, peers in heard.items()}
 
     @contextmanager
@@ -52,14 +52,14 @@ class Watchers:
         """Beat, and look for beats, during the block."""
         with (
             patch.object(heartbeat, "monotonic", self.cluster.now),
-            patch.object(heartbeat, "periodic_calls", _Periodic(self.cluster)) as calls,
+            patch.object(heartbeat, "periodic_calls", _Periodic(self)),
         ):
             for watcher in self.of.values():
                 watcher.begin()
             try:
                 yield
             finally:
-                calls.are_over = True
+                self.are_over = True
 
     def watch(self, rank: int, peer: int) -> None:
         """Let a rank connect to a silent one, whose host may not answer."""
@@ -92,7 +92,11 @@ class _Watcher:
 
     def begin(self) -> None:
         cluster = self._watchers.cluster
-        cluster.at(cluster.now() + self._watchers.phase(self.rank), self.heartbeat.start, cast(Any, self))
+        cluster.at(cluster.now() + self._watchers.phase(self.rank), self._start)
+
+    def _start(self) -> None:
+        if not self._watchers.are_over:
+            self.heartbeat.start(cast(Any, self))
 
     def dial(self, peer: int) -> None:
         if peer not in self._counts:
@@ -164,12 +168,12 @@ class _Watcher:
 class _Periodic:
     """Calls functions at intervals, in the time of the simulation."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster, self.are_over = cluster, False
+    def __init__(self, watchers: Watchers) -> None:
+        self._watchers, self._cluster = watchers, watchers.cluster
 
     def start(self, function: Callable[[], None], period: float) -> None:
         def call() -> None:
-            if not self.are_over:
+            if not self._watchers.are_over:
                 function()
                 self._cluster.at(self._cluster.now() + period, call)
 

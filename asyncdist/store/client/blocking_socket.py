@@ -14,7 +14,7 @@ from asyncdist.net.connection.outbox import Flushed, Outbox
 from asyncdist.net.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tune
 from asyncdist.net.security.auth import HandshakeDriver
 from asyncdist.net.security.tls import TlsSocket
-from asyncdist.store.client.connect import connect, hung_up, resolution_error
+from asyncdist.store.client.connect import CONNECT_TIMEOUT, connect, hung_up, resolution_error
 from asyncdist.store.client.pending import PendingRequest
 
 _READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
@@ -130,7 +130,7 @@ def open_blocking_socket(
     Raises OSError if another attempt may succeed.
     """
     try:
-        sock = connect(host, port, max(deadline.remaining(), 0.001))
+        sock = connect(host, port, max(deadline.remaining(), 0.001), CONNECT_TIMEOUT)
     except UnicodeError as error:
         raise resolution_error(error) from None
     with ClosingOnError(sock):

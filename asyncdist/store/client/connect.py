@@ -27,6 +27,12 @@ NAME_GRACE = 30.0
 
 A scheduler may start a worker before the name exists, and name servers cache negative answers for about this long.
 """
+CONNECT_TIMEOUT = 3.5
+"""Seconds within which a server must accept a connection; then the client tries again.
+
+The system asks after 1 s, 3 s, 7 s and so on. When a store with many clients returns, its queue is full for some seconds,
+and would then be empty until all of them ask again.
+"""
 HANDSHAKE_TIMEOUT = 20.0
 """Seconds within which a server that accepts a connection must complete the handshake; then the client tries again."""
 STEADY = 0.5
@@ -233,13 +239,13 @@ def closed(where: str) -> StoreConnectionError:
     return StoreConnectionError(f"the connection to the store at {where} was closed by this process: connect again")
 
 
-def connect(host: str, port: int, timeout: float) -> socket.socket:
+def connect(host: str, port: int, timeout: float, longest_attempt: float = math.inf) -> socket.socket:
     """Connect, to a Unix socket if ``host`` is an absolute path. Raises OSError, and UnicodeError for an invalid name.
 
-    The name server, and then each address of the host, has ``timeout`` seconds.
+    The name server has ``timeout`` seconds, and then each address of the host, but at most ``longest_attempt``.
     """
     if not host.startswith("/"):
-        return _connect_to_first(addresses_of(host, timeout), port, timeout)
+        return _connect_to_first(addresses_of(host, timeout), port, min(timeout, longest_attempt))
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     lifecycle.close_in_children(sock)
     with ClosingOnError(sock):

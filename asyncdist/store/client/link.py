@@ -17,7 +17,14 @@ from asyncdist.net.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tun
 from asyncdist.net.network import is_address, look_up
 from asyncdist.net.security.auth import HandshakeDriver
 from asyncdist.net.security.tls import handshake_error
-from asyncdist.store.client.connect import ConnectRetry, SilentServer, hung_up, look_up_overdue, resolution_error
+from asyncdist.store.client.connect import (
+    CONNECT_TIMEOUT,
+    ConnectRetry,
+    SilentServer,
+    hung_up,
+    look_up_overdue,
+    resolution_error,
+)
 from asyncdist.store.protocol.client_protocol import ClientProtocol
 from asyncdist.store.protocol.codec import framed
 from asyncdist.store.protocol.long_messages import LongMessage
@@ -90,7 +97,9 @@ async def _connect(
     loop, name, first = asyncio.get_running_loop(), retry.host if tls else None, OSError()
     for address in addresses:
         try:
-            await loop.create_connection(protocol, address, retry.port, ssl=tls, server_hostname=name)
+            # With TLS this contains a handshake, which a busy server may answer late.
+            async with asyncio.timeout(None if tls else CONNECT_TIMEOUT):
+                await loop.create_connection(protocol, address, retry.port, ssl=tls, server_hostname=name)
             return
         except ssl.SSLError:
             raise

@@ -5,13 +5,15 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +23,7 @@ from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreConnectionError, StoreError, StoreTimeoutError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.client import blocking
+from asyncdist.store.client import blocking, blocking_socket, link
 from asyncdist.store.client import connect as connecting
 from asyncdist.store.client.blocking_socket import BlockingSocket
 from asyncdist.store.client.pending import PendingRequest
@@ -327,6 +329,24 @@ def test_error_for_a_store_that_accepts_no_connection(clock):
     for _ in policy.retry:
         policy.failed(ConnectionRefusedError("refused"))
     assert "it hung up; then: no store answered at here:1 within 30.0 s (refused)" in str(policy.overdue())
+
+
+@EACH_KIND
+async def test_client_asks_again_soon_for_a_connection_if_the_queue_of_the_server_is_full(kind, monkeypatch):
+    for module in (blocking_socket, link):
+        monkeypatch.setattr(module, "CONNECT_TIMEOUT", 0.01)
+    attempts, failed = [], connecting.ConnectRetry.failed
+    monkeypatch.setattr(connecting.ConnectRetry, "failed", lambda *args: attempts.append(args) or failed(*args))
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as stack:
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        port, options = server.getsockname()[1], {"token": TOKEN, "timeout": 1.0}
+        connect = AsyncStore.connect if kind is AsyncStore else partial(asyncio.to_thread, TCPStore)
+        with pytest.raises(StoreConnectionError):
+            await connect("127.0.0.1", port, **options)
+    assert len(attempts) > 2
 
 
 def test_client_that_waits_long_for_a_store_says_so_once(clock, caplog):
