@@ -10,6 +10,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 from asyncdist.base.backoff import Backoff
+from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.net.listening import BACKLOG
 from asyncdist.store.client import connect
@@ -23,7 +24,8 @@ _LOOK = 0.01
 """Seconds between two looks at whether all are served, at most."""
 _FIRST_REPEAT = 1.0
 """Seconds after which a kernel asks again for a connection, if the other one's queue was full."""
-_LATER = 1e6
+_LONG, _LATER = 1e3, 1e6
+"""Seconds in which a store returns, and seconds that no simulated client waits."""
 
 
 async def restart(shape: Shape, costs: Costs, downtime: float) -> tuple[float, float]:
@@ -47,6 +49,10 @@ async def restart(shape: Shape, costs: Costs, downtime: float) -> tuple[float, f
         )
         waiting = [client.get(_KEY) for client in clients]
         await store.serves(size)
+        async for _ in Backoff(_LOOK, _LOOK):
+            # Only a client that has an answer knows that the store may return.
+            if all(client.connection.protocol.stays for client in clients):
+                break
         await store.end_and_return(downtime)
         returned, used = cluster.now(), store.process.used
         await store.serves(size)
@@ -70,9 +76,10 @@ class _Store:
     async def serves(self, number: int) -> None:
         """Return when a number of requests wait."""
         assert self.server is not None
-        async for _ in Backoff(_LOOK, _LOOK):
+        async for _ in Backoff(_LOOK, _LOOK, Deadline.after(_LONG)):
             if self.server.state.num_open >= number:
-                break
+                return
+        raise RuntimeError(f"{self.server.state.num_open} of {number} simulated clients are served")
 
     async def end_and_return(self, downtime: float) -> None:
         """End, which closes all connections, and serve the same contents again after some seconds."""

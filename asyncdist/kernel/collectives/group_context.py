@@ -23,11 +23,7 @@ from asyncdist.kernel.transport.wire_format import Fingerprint, shape_checksum
 
 Blocks = Sequence[Memory] | TensorBlocks
 
-_SMALL = {
-    Collective.all_reduce: "all_reduce",
-    Collective.all_reduce_coalesced: "all_reduce",
-    Collective.barrier: "barrier",
-}
+_SMALL = frozenset({Collective.all_reduce, Collective.all_reduce_coalesced, Collective.barrier})
 _MOST_SMALL_NBYTES = 64 << 10
 """Bytes of the largest of these calls for which many ranks that share memory and cores use links."""
 
@@ -99,17 +95,13 @@ class GroupContext:
         native, collective = self.native, signature.collective
         if native is None or (self.forced and collective.name.removesuffix("_coalesced") in self.forced):
             return None
-        if self.model.share(self.size) > 1 and self._takes_tree(collective, nbytes):
+        # There each of P ranks reads P words, and those that share a core take turns.
+        if nbytes <= _MOST_SMALL_NBYTES and collective in _SMALL and self.model.share(self.size) > 1:
             return None
         call = native.prepare(signature)
         if arrange is None:
             return MemoryPlan(signature.fingerprint, nbytes, call)
         return MemoryPlan(signature.fingerprint, nbytes, lambda number, *tensors: call(number, *arrange(*tensors)))
-
-    def _takes_tree(self, collective: Collective, nbytes: int) -> bool:
-        """Return whether a small call sends 2 (P-1) messages. Without, each of P ranks that share cores reads P words."""
-        name = _SMALL.get(collective)
-        return name is not None and nbytes <= _MOST_SMALL_NBYTES and self.choose(name, nbytes) == "tree"
 
     def hierarchical_for(self, collective: str) -> HierarchicalCollectives | None:
         """Return the hierarchical collectives; None if the collective uses links only. A forced algorithm does."""
