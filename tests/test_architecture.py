@@ -47,8 +47,8 @@ PURE_FOLDERS = (
 IMPURE = {"asyncio", "socket", "threading", "os", "select", "subprocess", "torch", "numpy", "multiprocessing"}
 
 TRANSPORTS_MAY_IMPORT = (
-    "base", "net", "kernel.memory", "kernel.transport", "kernel.algorithms.schedule", "kernel.engine.work", "config",
-    "environment", "errors",
+    "base", "net", "kernel.memory", "kernel.transport", "kernel.algorithms.schedule", "kernel.algorithms.tree",
+    "kernel.engine.work", "config", "environment", "errors",
 )  # fmt: skip
 """What a transport sees of `asyncdist`: the contract, and what the contract speaks about."""
 
