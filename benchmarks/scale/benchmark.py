@@ -185,6 +185,7 @@ _FAULTS = {
     "stopped_regroup": ("… without a stopped rank", "#0072b2", "o"),
     "rack_regroup": ("… without a killed rack", "#d55e00", "s"),
     "cut_regroup": ("… without a silent rack", "#e69f00", "v"),
+    "first_cut_regroup": ("… which has rank 0", "#56b4e9", "^"),
     "back": ("a restarted store serves all", "#000000", "X"),
 }
 _BYTES = {"sent": ("sent by the store", "#0072b2", "o"), "most_read": ("read by one rank", "#d55e00", "s")}

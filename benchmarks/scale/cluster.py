@@ -25,6 +25,7 @@ class Costs:
     Attributes:
         start: Processor time of a rank for its start, without what follows.
         neighbour: Further processor time of a rank for each other rank of its host: both probe shared memory.
+        know: Processor time of a rank for each other rank of its crowd that it does not meet at the start.
         wake: Processor time of a rank for each other rank of its host in a barrier in shared memory.
         cold: Further processor time of a rank in the first one, whose code and memory are not in the caches.
         map: Further processor time of a rank for each of them in the first one, for which it maps their memory.
@@ -42,6 +43,7 @@ class Costs:
 
     start: float = 5e-3
     neighbour: float = 1e-4
+    know: float = 1e-5
     wake: float = 5e-6
     cold: float = 5e-4
     map: float = 2e-5

@@ -19,8 +19,8 @@ from benchmarks.scale.virtual_time import run
 
 CONNECTIONS, REQUESTS, READ_NBYTES = 64, 2048, 16 * (4 << 20)
 """The connections and requests of the client of the measured store, and the bytes that it reads."""
-FEW, MANY, CROWDED = 2, 32, 48
-"""The ranks of the worlds in which the processor time of a rank is measured: two that all meet, and a crowd."""
+FEW, MANY, CROWDED, LARGER = 2, 32, 48, 144
+"""The ranks of the worlds in which the processor time of a rank is measured: two that all meet, and two crowds."""
 _BARRIERS = 8
 _PATIENCE = 900.0
 _NO_SPINNING = {"ASYNCDIST_SPIN_US": "0", "ASYNCDIST_AWAIT_SPIN_US": "0"}
@@ -130,6 +130,10 @@ def _with_crowd(laboratory: Laboratory, transport: str, costs: Costs) -> tuple[C
     cores = os.cpu_count() or 1
     shape, memory = Shape(CROWDED, CROWDED, cores, memory=transport != "tcp"), transport != "tcp"
     world = real_world(laboratory, CROWDED, transport)
+    if memory:
+        larger = real_world(laboratory, LARGER, transport)
+        grown = larger.start.seconds / LARGER - world.start.seconds / CROWDED
+        costs = replace(costs, know=max(0.0, grown) * cores / (LARGER - CROWDED))
     costs = replace(costs, start=costs.start + max(0.0, _share(world.start) - _used(shape, costs)))
     first, later = _barriers(world.barriers, _share)
     # Each of the connections of a tree carries a message in each direction. Those in shared memory exist since the start.

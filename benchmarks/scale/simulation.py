@@ -199,7 +199,7 @@ class _World:
             if self._shape.is_crowd:
                 met = tree.neighbours(rank, len(mates))
                 self._connected.update((min(rank, mate), max(rank, mate)) for mate in met)
-            await process.worked(self._costs.neighbour * len(met))
+            await process.worked(self._costs.neighbour * len(met) + self._costs.know * (len(mates) - 1 - len(met)))
             reached["shm"] = mates
         await introductions.share_reached(session, reached, more=False)
 

@@ -59,7 +59,7 @@ async def open_connection(
             if retry.host.startswith("/"):
                 await loop.create_unix_connection(lambda: connection, retry.host)
             else:
-                await _connect(lambda: connection, retry, addresses, tls)
+                await _connect(connection, retry, addresses, tls)
             await asyncio.wait([connection.greeted])  # shield() would log its exception after a cancellation
             connection.greeted.result()
     except ssl.SSLError as error:
@@ -91,7 +91,7 @@ async def _addresses_of(host: str, deadline: Deadline) -> list[str]:
 
 
 async def _connect(
-    protocol: Callable[[], StoreConnection], retry: ConnectRetry, addresses: list[str], tls: ssl.SSLContext | None
+    connection: StoreConnection, retry: ConnectRetry, addresses: list[str], tls: ssl.SSLContext | None
 ) -> None:
     """Connect to the first address that accepts. Raises the error of the first one if none does."""
     loop, name, first = asyncio.get_running_loop(), retry.host if tls else None, OSError()
@@ -99,11 +99,14 @@ async def _connect(
         try:
             # With TLS this contains a handshake, which a busy server may answer late.
             async with asyncio.timeout(None if tls else CONNECT_TIMEOUT):
-                await loop.create_connection(protocol, address, retry.port, ssl=tls, server_hostname=name)
+                await loop.create_connection(lambda: connection, address, retry.port, ssl=tls, server_hostname=name)
             return
         except ssl.SSLError:
             raise
         except OSError as error:
+            # It may have connected in the last moment.
+            if connection.transport is not None:
+                raise
             first = error if address == addresses[0] else first
     raise first
 
