@@ -127,6 +127,7 @@ class SlotTable:
             SlotMember(member, each, waits[member]) for member, each in enumerate(world_ranks) if member != rank
         ]
         self.members_by_rank: dict[int, SlotMember] = {member.rank: member for member in self.others}
+        self._by_world_rank = {member.world_rank: member for member in self.others}
         self.unresolved = list(self.others)
         """The members whose slot tables have not been found yet."""
         self.block = arena.hold(_LINES_NBYTES + (SLOTS * 2 + STREAM_PIECES) * self.area_nbytes)
@@ -216,8 +217,10 @@ class SlotTable:
         self.fence.light()
         words[at] = now | DONE
         self.fence.full()
-        for member in self.others:
-            if member.find(self.number, self._local_peers.get(member.world_rank)) and member.asleep[0]:
+        # In a crowd only a few have met.
+        for world_rank, local_peer in list(self._local_peers.items()):
+            member = self._by_world_rank.get(world_rank)
+            if member is not None and member.find(self.number, local_peer) and member.asleep[0]:
                 theirs = member.words
                 if theirs[AWAITS_SLOT] or now <= theirs[at] < now | DONE:
                     member.signal()
