@@ -74,7 +74,9 @@ async def test_nothing_is_measured_on_one_host_or_if_the_setting_says_so(hosts, 
     monkeypatch.setattr(measurement, "measure_links", None)
     async with world_of(2, hosts=hosts, config=Config(calibrate=calibrate)) as groups:
         cores = os.cpu_count() or 1 if len(set(hosts)) == 1 else 0
-        assert {group.endpoint.model for group in groups} == {Model(segment_nbytes=Config().segment_nbytes, cores=cores)}
+        assert {group.endpoint.model for group in groups} == {
+            Model(segment_nbytes=Config().segment_nbytes, cores=cores)
+        }
 
 
 async def test_measurement_without_time_leaves_a_world_that_works():
