@@ -6,7 +6,6 @@ updates in batches, with functions that return futures. It prints what it comput
 
 import sys
 import threading
-import warnings
 
 import torch
 import torch.multiprocessing as mp
@@ -14,9 +13,6 @@ from torch import nn
 
 if sys.argv[1] == "torch":
     import torch.distributed.rpc as rpc
-
-    # It is about what the RPC of torch itself does.
-    warnings.filterwarnings("ignore", "You are using a Backend")
 else:
     import asyncdist.rpc.blocking as rpc
 
