@@ -73,7 +73,7 @@ def _nothing(*memories: Memory) -> Schedule:
     yield from ()
 
 
-def _reduce_by(algorithm: str, rank: int, size: int, data: Memory, scratch: Memory) -> Schedule:
+def reduce_by(algorithm: str, rank: int, size: int, data: Memory, scratch: Memory) -> Schedule:
     """All-reduce ``data`` in place; recursive doubling overwrites ``scratch``."""
     if algorithm == "doubling":
         return recursive_doubling.all_reduce(rank, size, data, scratch)
@@ -131,7 +131,7 @@ class FirstRailCollectives:
         layout, algorithm = self._layout, self.choose("all_reduce", own.nbytes)
 
         def exchange(data: Memory, scratch: Memory = NOTHING) -> Schedule:
-            return among(layout.rail(0), _reduce_by(algorithm, layout.node, self._hosts, data, scratch))
+            return among(layout.rail(0), reduce_by(algorithm, layout.node, self._hosts, data, scratch))
 
         exchanges = [exchange if layout.place == 0 else _nothing]
         scratch = [(own.count, own.dtype)] if algorithm == "doubling" else []

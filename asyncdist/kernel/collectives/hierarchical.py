@@ -48,7 +48,7 @@ from functools import partial
 from itertools import accumulate
 
 from asyncdist.base.ops import Collective
-from asyncdist.kernel.algorithms import pairwise, recursive_doubling, ring, tree
+from asyncdist.kernel.algorithms import pairwise, ring, tree
 from asyncdist.kernel.algorithms.hierarchy import (
     NodeLayout,
     RingProgress,
@@ -60,7 +60,7 @@ from asyncdist.kernel.algorithms.hierarchy import (
 )
 from asyncdist.kernel.algorithms.schedule import Reduce, Schedule, Send
 from asyncdist.kernel.algorithms.selection import Model
-from asyncdist.kernel.collectives.first_rail import FirstRailCollectives
+from asyncdist.kernel.collectives.first_rail import FirstRailCollectives, reduce_by
 from asyncdist.kernel.collectives.node import NodeCollectives, plain, store_result, widened
 from asyncdist.kernel.memory.buffers import Memory, Scratch, TensorBlocks
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic
@@ -214,18 +214,13 @@ class HierarchicalCollectives:
         """All-reduce ``own`` along the rail of this rank into ``result``, whose dtype may be narrower."""
         place, hosts = self._layout.node, self._hosts
         algorithm = self._small.choose("all_reduce", own.nbytes)
-        if algorithm == "doubling":
-            scratch = self._scratch.take(own.count, own.dtype)
-            yield from recursive_doubling.all_reduce(place, hosts, own, scratch)
+        if algorithm == "doubling" or not kernels.widens:
+            scratch = self._scratch.take(own.count if algorithm == "doubling" else 0, own.dtype)
+            yield from reduce_by(algorithm, place, hosts, own, scratch)
             self._scratch.give(scratch)
             store_result(own, result, kernels, self._size)
             return
         # The ring gathers narrow results where partial sums are wide.
-        if algorithm == "halving" and not kernels.widens:
-            halves = TensorBlocks.split(own, recursive_doubling.floor_power_of_two(hosts))
-            yield from recursive_doubling.halving_all_reduce(place, hosts, halves)
-            store_result(own, result, kernels, self._size)
-            return
         blocks, results = TensorBlocks.split(own, hosts), TensorBlocks.split(result, hosts)
         yield from ring.reduce_scatter(place, hosts, blocks)
         store_result(blocks[place], results[place], kernels, self._size)

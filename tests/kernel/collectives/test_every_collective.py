@@ -60,7 +60,7 @@ BACKGROUND = {
     [
         pytest.param("blocking", 1, marks=pytest.mark.exhaustive),
         pytest.param("blocking", 5, marks=pytest.mark.exhaustive),
-        pytest.param("background", 3, marks=pytest.mark.exhaustive),
+        ("background", 3),
         ("alternating", 4),
     ],
 )
