@@ -92,7 +92,7 @@ class SimulatedMembers:
 
 
 class SimulatedMember:
-    """What the agreements of one rank need of an endpoint, of the failures that it knows, and of timers."""
+    """Stands for the endpoint of a rank, its failures and its timers, as far as its agreements use them."""
 
     def __init__(self, members: SimulatedMembers, rank: int) -> None:
         self._members, self.rank, self._cluster = members, rank, members.cluster

@@ -78,7 +78,7 @@ class Watchers:
 
 
 class _Watcher:
-    """What the heartbeat of a rank needs of its endpoint, which has one transport, and of the failures that it knows."""
+    """Stands for the endpoint of a rank, with one transport, and for its failures, as far as its heartbeat uses them."""
 
     beats, name = True, "simulated"
     config = Config()

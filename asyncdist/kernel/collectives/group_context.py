@@ -1,4 +1,4 @@
-"""What the preparation of every call uses: the context of the group, the fingerprint, and the cutting into parts."""
+"""Used to prepare every call: the context of the group, the fingerprint, and the division into parts."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from asyncdist.kernel.transport.native import Native
 from asyncdist.net.process_identity import Neighbours, last_core
 
 _CORES_EVERY, _MOST_CORES = 0.01, 16
-"""Seconds between two questions to the system on which cores peers are, and the most peers about which it is asked."""
+"""Seconds between two queries of the cores on which peers run, and the largest number of peers in a query."""
 _MAX_READS = 64
 """Limit of `TransportSelector.read_arrived`, because a peer may send without end."""
 
@@ -54,7 +54,7 @@ class TransportSelector:
         self.search: AddressSearch | None = None
         """Finds the addresses that are not known. None if all are."""
         self._asked: dict[int, AwaitedLink] = {}
-        """The links whose addresses have been asked for, by peer."""
+        """The links whose addresses have been requested, by peer."""
         self._here: Mapping[int, Addresses] = {}
         """The addresses of local transports, by rank of this machine and transport."""
         self._offered: Mapping[str, bool] = {}

@@ -9,7 +9,7 @@ circle: positions descend while it climbs, and after it has crossed, only smalle
 A relay waits a little for the messages of the others in its block, and passes on equal ones as one, with all their
 senders. It reads only those for itself, and answers promises for others once it has decided. A relay is a member: if it
 ends or falls silent, members lose it, as they lose a coordinator, and turn to the next one in the block; the coordinator,
-which has lost a member, begins a new ballot. What the relay had and did not pass on is lost. It may also be late, or cut
+which has lost a member, begins a new ballot. Messages that the relay did not pass on are lost. It may also be late, or cut
 off from one member only. So repeated messages take other ways: by each of the first members of a block in turns, which
 pass them straight on.
 

@@ -51,7 +51,7 @@ class AwaitedLink(Link):
         if self._asked_at is None:
             return ""
         waited = monotonic() - self._asked_at
-        return f"rank {self._rank} {self._lacks} of rank {self.peer} yet, asked for {waited:.0f} s ago"
+        return f"rank {self._rank} {self._lacks} of rank {self.peer} yet, requested {waited:.0f} s ago"
 
     def _keep(self, message: Outgoing, is_unordered: bool) -> bool:
         self._kept.append((message, is_unordered))

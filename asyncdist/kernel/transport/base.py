@@ -173,8 +173,8 @@ class Transport(ABC):
         Args:
             number: The channel number of the group: equal on every member, and unique to the group.
             members: The world ranks of the members.
-            waits: What schedules yield to wait for each member: its rank in the group that runs them, which may have more
-                members.
+            waits: The values that schedules yield to wait for each member: its rank in the group that runs them, which may
+                have more members.
         """
         return None
 
@@ -246,7 +246,7 @@ class Transport(ABC):
     def undelivered(self) -> Set[int]:
         """Return the peers for which bytes of messages wait on this host that are complete for the engine.
 
-        A rank that leaves drives its transports until there are none, for a limited time.
+        A rank that leaves drives its transports for a limited time, until no such peer is left.
         """
         return frozenset()
 

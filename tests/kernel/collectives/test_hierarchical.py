@@ -368,7 +368,7 @@ async def test_forced_schedule_uses_links_only(monkeypatch):
 
 @pytest.fixture
 def sent(monkeypatch):
-    """The numbers of bytes of the tensors that are sent over sockets, one entry for each message. Heartbeats are none."""
+    """The numbers of bytes of the tensors that are sent over sockets, one entry for each message, without heartbeats."""
     nbytes, send, send_now = [], TcpLink.send, TcpLink.send_now
 
     def counting(link, message):

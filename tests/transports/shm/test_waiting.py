@@ -434,5 +434,5 @@ async def test_call_over_links_waits_until_others_have_read_the_words_of_the_cal
 
 
 def run(schedule):
-    """Run a schedule that waits for nobody."""
+    """Run a schedule that does not wait for other ranks."""
     assert list(schedule) == []
