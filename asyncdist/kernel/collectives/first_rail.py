@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from asyncdist.base.ops import Collective, ReduceOp
-from asyncdist.kernel.algorithms import pairwise, recursive_doubling, ring
+from asyncdist.kernel.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.kernel.algorithms.hierarchy import NodeLayout, among, travels_whole
 from asyncdist.kernel.algorithms.schedule import Schedule, ScheduleOf
 from asyncdist.kernel.algorithms.selection import Model, choose
@@ -77,6 +77,8 @@ def reduce_by(algorithm: str, rank: int, size: int, data: Memory, scratch: Memor
     """All-reduce ``data`` in place; recursive doubling overwrites ``scratch``."""
     if algorithm == "doubling":
         return recursive_doubling.all_reduce(rank, size, data, scratch)
+    if algorithm == "tree":
+        return tree.all_reduce(rank, size, data)
     if algorithm == "halving":
         blocks = TensorBlocks.split(data, recursive_doubling.floor_power_of_two(size))
         return recursive_doubling.halving_all_reduce(rank, size, blocks)

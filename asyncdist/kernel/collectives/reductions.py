@@ -16,11 +16,12 @@ import torch
 
 from asyncdist.base.ops import Collective, PremulSum, Reduction
 from asyncdist.errors import UsageError
-from asyncdist.kernel.algorithms import pairwise, recursive_doubling, ring, tree
+from asyncdist.kernel.algorithms import pairwise, ring, tree
 from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.collectives import validation
 from asyncdist.kernel.collectives.arguments import list_of
 from asyncdist.kernel.collectives.call_plan import Arrange, CallPlan, OverLinks
+from asyncdist.kernel.collectives.first_rail import reduce_by
 from asyncdist.kernel.collectives.group_context import Blocks, GroupContext, Lane, fingerprint, segments
 from asyncdist.kernel.collectives.recorded import LocalCopy, LocalDivision, Recording, recorded_blocks
 from asyncdist.kernel.collectives.validation import reduction
@@ -146,13 +147,7 @@ def _all_reduce_steps(
             yield LocalDivision(blocks[rank], size)
         yield from ring.all_gather(rank, size, blocks)
         return
-    if algorithm == "halving":
-        blocks = TensorBlocks.split(memory, recursive_doubling.floor_power_of_two(size))
-        yield from recursive_doubling.halving_all_reduce(rank, size, blocks)
-    elif algorithm == "tree":
-        yield from tree.all_reduce(rank, size, memory)
-    else:
-        yield from recursive_doubling.all_reduce(rank, size, memory, lane.of(scratch))
+    yield from reduce_by(algorithm, rank, size, memory, lane.of(scratch))
     if kernels.averages:
         yield LocalDivision(memory, size)
 
@@ -174,10 +169,8 @@ def _wide_segment(group: GroupContext, memory: Memory, kernels: Arithmetic, algo
     blocks = TensorBlocks.split(memory, 1 if small else size)
     mine = blocks[0 if small else rank]
     own = Memory(mine.tensor.to(kernels.accumulator), wire=None if small else memory.dtype)
-    if algorithm == "tree":
-        yield from tree.all_reduce(rank, size, own)
-    elif small:
-        yield from recursive_doubling.all_reduce(rank, size, own, Memory(torch.empty_like(own.tensor)))
+    if small:
+        yield from reduce_by(algorithm, rank, size, own, Memory(torch.empty_like(own.tensor)))
     else:
         yield from pairwise.reduce_scatter(rank, size, blocks, own)
     if kernels.averages:
